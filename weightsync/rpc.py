@@ -58,6 +58,45 @@ def split_address(address: str) -> tuple[str, str]:
     return endpoint, token
 
 
+class Dispatcher:
+    """Decodes a call, makes it, encodes what came of it: the part of a server that needs no socket."""
+
+    def __init__(self, target: object) -> None:
+        self._methods = _public_methods(target)
+
+    def handle(self, method: str, argument: bytes) -> tuple[bytes, bytes]:
+        """``(b"ok", msgpack(result))`` or ``(b"error", msgpack(error))``; never raises."""
+        try:
+            if method not in self._methods:
+                raise ConfigError(f"no method {method!r} here: the two sides run different versions of weightsync")
+            function, takes = self._methods[method]
+            args = [] if takes is None else [_decode(argument, type=takes)]
+            return b"ok", _encode(function(*args))
+        except WeightSyncError as e:
+            return b"error", _encode(e.to_wire())
+        except Exception as e:  # the boundary: whatever failed becomes a typed error at the caller
+            logger.exception("call of %s failed", method)
+            return b"error", _encode(TransferError(f"{method}: {type(e).__name__}: {e}").to_wire())
+
+
+def read_reply(status: bytes, body: bytes, returns: Any = None) -> Any:
+    """The result that ``Dispatcher.handle`` encoded, decoded into ``returns``; raises the error that it encoded."""
+    if status == b"error":
+        raise error_from_wire(_decode(body))
+    return _decode(body, type=returns) if returns is not None else _decode(body)
+
+
+def _public_methods(target: object) -> dict[str, tuple[Any, Any]]:
+    methods = {}
+    for name, function in inspect.getmembers(target, inspect.ismethod):
+        if name.startswith("_"):
+            continue
+        hints = typing.get_type_hints(function)
+        names = list(inspect.signature(function).parameters)
+        methods[name] = (function, hints.get(names[0], Any) if names else None)
+    return methods
+
+
 class Server:
     """Serves the public methods of ``target`` from a daemon thread until ``close``.
 
@@ -66,7 +105,7 @@ class Server:
 
     def __init__(self, target: object, *, host: str = "127.0.0.1", token: str = "", workers: int = 4) -> None:
         self._token = token or secrets.token_urlsafe(16)
-        self._methods = _public_methods(target)
+        self._dispatcher = Dispatcher(target)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 500
@@ -122,17 +161,9 @@ class Server:
         self._pool.submit(self._run, peer, call_id, method.decode(errors="replace"), argument)
 
     def _run(self, peer: bytes, call_id: bytes, method: str, argument: bytes) -> None:
-        try:
-            function, takes = self._methods[method]
-            args = [] if takes is None else [_decode(argument, type=takes)]
-            reply = [peer, call_id, b"ok", _encode(function(*args))]
-        except WeightSyncError as e:
-            reply = [peer, call_id, b"error", _encode(e.to_wire())]
-        except Exception as e:  # the boundary: whatever failed becomes a typed error at the caller
-            logger.exception("call of %s failed", method)
-            reply = [peer, call_id, b"error", _encode(TransferError(f"{method}: {type(e).__name__}: {e}").to_wire())]
+        status, body = self._dispatcher.handle(method, argument)
         if not self._closed.is_set():
-            self._reply_socket().send_multipart(reply)
+            self._reply_socket().send_multipart([peer, call_id, status, body])
 
     def _reply_socket(self) -> zmq.Socket:
         if not hasattr(self._local, "socket"):
@@ -140,17 +171,6 @@ class Server:
             self._local.socket.linger = 0
             self._local.socket.connect("inproc://done")
         return self._local.socket
-
-
-def _public_methods(target: object) -> dict[str, tuple[Any, Any]]:
-    methods = {}
-    for name, function in inspect.getmembers(target, inspect.ismethod):
-        if name.startswith("_"):
-            continue
-        hints = typing.get_type_hints(function)
-        names = list(inspect.signature(function).parameters)
-        methods[name] = (function, hints.get(names[0], Any) if names else None)
-    return methods
 
 
 class Client:
@@ -180,9 +200,7 @@ class Client:
                     break
         except zmq.ZMQError as e:
             raise EngineLost(f"{self.what}: {method}: {e}") from e
-        if status == b"error":
-            raise error_from_wire(_decode(body))
-        return _decode(body, type=returns) if returns is not None else _decode(body)
+        return read_reply(status, body, returns)
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
