@@ -1,0 +1,83 @@
+"""Engines: the protocol that a push speaks, whatever serves behind it. One module an engine; ``sglang`` is the first."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from weightsync.deadline import Deadline
+
+RECEIVER_LOADER = "weightsync.receiver.load"
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What an engine said about itself at connect.
+
+    ``generation``: ``plain`` takes weight updates at any time, ``session`` only between begin and end. ``tp_size`` counts
+    data-parallel-attention and expert-parallel ranks: it is how many payloads an update carries. ``device`` is the
+    engine's word for it (``cpu``, ``cuda``). ``has_receiver``: our receiver was named as custom weight loader.
+    """
+
+    url: str
+    version: str
+    generation: Literal["plain", "session"]
+    tp_size: int
+    device: str
+    model_path: str
+    architecture: str
+    weight_version: str
+    has_receiver: bool
+    nnodes: int = 1
+    memory_saver: bool = False
+
+
+class Engine(Protocol):
+    """One running engine, seen from the weight-sync actor. Every call ends by its deadline.
+
+    Calls may come from any thread. All raise EngineRejected (it answered and said no), EngineLost (no connection, or it
+    broke), TransferTimeout (no answer in time) and ConfigError (a wrong key), with the engine's URL and the phase.
+    """
+
+    url: str
+
+    def connect(self, deadline: Deadline) -> EngineInfo:
+        """Ask the engine what it is. Raises ConfigError that names every reason why it cannot be pushed to."""
+        ...
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Stop generation; ``mode`` says what becomes of running requests."""
+        ...
+
+    def flush(self, deadline: Deadline, wait: bool = False) -> None:
+        """Drop the KV cache. While requests wait: EngineRejected, or with ``wait`` again until the deadline."""
+        ...
+
+    def begin(self, deadline: Deadline) -> str:
+        """Open a weight update. Returns "", or a note if a session left open by somebody else was closed first."""
+        ...
+
+    def update(self, payloads: list[str], load_format: str | None, deadline: Deadline) -> None:
+        """Hand over one payload a TP rank; returns when every rank has loaded its own."""
+        ...
+
+    def end(self, deadline: Deadline) -> None:
+        """Close the weight update: the engine finalises what was loaded."""
+        ...
+
+    def stamp(self, version: str, deadline: Deadline) -> None:
+        """Set the weight version that the engine reports, and read it back."""
+        ...
+
+    def resume(self, deadline: Deadline) -> None:
+        """Go on generating."""
+        ...
+
+    def weight_version(self, deadline: Deadline) -> str:
+        """The weight version that the engine reports now."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        ...

@@ -1,0 +1,231 @@
+"""SGLang over HTTP, both generations of its weight-update calls. Runs in the weight-sync actor; imports no sglang.
+
+Before 0.5.21 an engine takes updates at any time; from then on only between ``/begin_weight_update`` and
+``/end_weight_update``. Nothing here flushes or stamps as a side effect of an update: both are steps of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import httpx
+import msgspec
+
+from weightsync.config import Config
+from weightsync.deadline import Deadline
+from weightsync.engines import RECEIVER_LOADER, EngineInfo, PauseMode
+from weightsync.engines.refusals import SESSION_SINCE, Asked, refusals
+from weightsync.errors import ConfigError, EngineLost, EngineRejected
+
+TEXT_LIMIT = 600
+FLUSH_RETRY_S = 0.25
+KEEPALIVE_S = 2.0  # below the server's own 5 s, so that no call is written into a connection it is closing
+
+
+class SglangEngine:
+    """One SGLang engine at ``url``. ``api_key`` is its admin key if it was started with one, else its plain key."""
+
+    def __init__(self, url: str, *, api_key: str = "", config: Config) -> None:
+        self.url = url.rstrip("/")
+        if not re.match(r"https?://[^/]", self.url):
+            raise ConfigError(f"engine URL must start with http:// or https:// and name a host, got {url!r}")
+        self._config = config
+        self._key = api_key
+        self._has_sessions: bool | None = None
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+            trust_env=False,
+        )
+
+    # ----------------------------------------------------------------------------------------------- the protocol
+
+    def connect(self, deadline: Deadline) -> EngineInfo:
+        """Ask ``/server_info`` and ``/model_info``. Raises ConfigError with every reason to refuse, EngineLost if absent."""
+        server = self._json("GET", "/server_info", "connect", deadline, retry=True)
+        model = self._json("GET", "/model_info", "connect", deadline, retry=True)
+        text = str(server.get("version", ""))
+        version = _version(text)
+        if version is None:
+            raise ConfigError(f"not a version of SGLang that is known: {text!r}", engine=self.url, phase="connect")
+        asked = Asked(version, pause=self._config.pause, same_node=self._config.route != "nccl")
+        if found := refusals(server, asked):
+            raise ConfigError("this engine cannot be pushed to. " + "; ".join(found), engine=self.url, phase="connect")
+        self._has_sessions = version >= SESSION_SINCE
+        return EngineInfo(
+            url=self.url,
+            version=text,
+            generation="session" if self._has_sessions else "plain",
+            tp_size=int(server.get("tp_size") or 1),
+            device=str(server.get("device") or "cuda"),
+            model_path=str(model.get("model_path", "")),
+            architecture=str((model.get("architectures") or [""])[0]),
+            weight_version=str(model.get("weight_version", "")),
+            has_receiver=RECEIVER_LOADER in (server.get("custom_weight_loader") or []),
+            nnodes=int(server.get("nnodes") or 1),
+            memory_saver=bool(server.get("enable_memory_saver")),
+        )
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """``/pause_generation``. ``abort`` returns when no request runs any more."""
+        self._json("POST", "/pause_generation", "pause", deadline, {"mode": mode}, retry=True)
+
+    def flush(self, deadline: Deadline, wait: bool = False) -> None:
+        """``/flush_cache``. It is refused while requests run or wait; with ``wait`` it is asked again until the deadline."""
+        while True:
+            reply = self._call("POST", "/flush_cache", "flush", deadline, retry=True)
+            if reply.is_success:
+                return
+            error = self._rejected(reply, "flush", retry=True, hint="the KV cache was not flushed: requests are waiting")
+            if not wait or reply.status_code != httpx.codes.BAD_REQUEST:
+                raise error
+            if deadline.remaining_s() <= FLUSH_RETRY_S:
+                raise deadline.error(error.message, engine=self.url, phase="flush", safe_to_retry=True)
+            time.sleep(FLUSH_RETRY_S)
+
+    def begin(self, deadline: Deadline) -> str:
+        """``/begin_weight_update`` from 0.5.21 on. A session that is open already is closed first, and the note says so."""
+        if not self._sessions():
+            return ""
+        try:
+            self._json("POST", "/begin_weight_update", "begin", deadline, {"selector": "target"})
+            return ""
+        except EngineRejected as e:
+            if "already open" not in e.message:
+                raise
+        self.end(deadline)
+        self._json("POST", "/begin_weight_update", "begin", deadline, {"selector": "target"})
+        return f"{self.url}: closed a weight-update session that an earlier run had left open"
+
+    def update(self, payloads: list[str], load_format: str | None, deadline: Deadline) -> None:
+        """``/update_weights_from_tensor``, one base64 payload a TP rank. Never flushes, never stamps a version."""
+        body: dict[str, Any] = {
+            "serialized_named_tensors": payloads,
+            "load_format": load_format,
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        body |= {"selector": "target"} if self._sessions() else {"disable_draft_model": True}
+        self._json("POST", "/update_weights_from_tensor", "move", deadline, body)
+
+    def end(self, deadline: Deadline) -> None:
+        """``/end_weight_update`` from 0.5.21 on."""
+        if self._sessions():
+            self._json("POST", "/end_weight_update", "end", deadline, {})
+
+    def stamp(self, version: str, deadline: Deadline) -> None:
+        """``/update_weight_version``, which leaves running requests alone."""
+        if not isinstance(version, str) or not version:
+            raise ConfigError(f"a weight version is a non-empty string, got {version!r}")
+        body = {"new_version": version, "abort_all_requests": False}
+        self._json("POST", "/update_weight_version", "commit", deadline, body, retry=True)
+        if (reported := self.weight_version(deadline)) != version:
+            raise EngineRejected(
+                f"stamped {version!r}, but /model_info reports {reported!r}",
+                engine=self.url,
+                phase="commit",
+                safe_to_retry=True,
+            )
+
+    def resume(self, deadline: Deadline) -> None:
+        """``/continue_generation``."""
+        self._json("POST", "/continue_generation", "continue", deadline, {}, retry=True)
+
+    def weight_version(self, deadline: Deadline) -> str:
+        """The ``weight_version`` of ``/model_info``; "default" after a start."""
+        return str(self._json("GET", "/model_info", "version", deadline, retry=True).get("weight_version", ""))
+
+    def close(self) -> None:
+        self._http.close()
+
+    # ------------------------------------------------------------------------------------------------- one call
+
+    def _sessions(self) -> bool:
+        assert self._has_sessions is not None, "connect first"
+        return self._has_sessions
+
+    def _json(
+        self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
+    ) -> dict[str, Any]:
+        """A call whose answer is a JSON object without ``success: false``. ``retry``: making it twice does no harm."""
+        reply = self._call(method, path, phase, deadline, body, retry=retry)
+        if not reply.is_success:
+            raise self._rejected(reply, phase, retry)
+        try:
+            content = msgspec.json.decode(reply.content)
+        except msgspec.DecodeError:
+            raise self._rejected(reply, phase, retry, hint="the answer is not JSON") from None
+        if not isinstance(content, dict) or content.get("success") is False:
+            raise self._rejected(reply, phase, retry)
+        return content
+
+    def _call(
+        self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
+    ) -> httpx.Response:
+        doing, where = f"{method} {path}", {"engine": self.url, "phase": phase}
+        deadline.check(doing, **where, safe_to_retry=True)
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        request = self._http.build_request(
+            method, self.url + path, content=content, headers=headers, timeout=deadline.remaining_s()
+        )
+        try:
+            reply = self._receive(request, deadline)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as e:
+            tried = f"{doing} at {self.url}: no connection ({_reason(e)})"
+            raise EngineLost(tried, **where, safe_to_retry=True) from e
+        except (httpx.TimeoutException, TimeoutError) as e:
+            raise deadline.error(doing, **where, safe_to_retry=retry) from e
+        except httpx.HTTPError as e:
+            raise EngineLost(f"{doing}: the connection broke ({_reason(e)})", **where, safe_to_retry=retry) from e
+        if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            key = "the api_key given is not accepted" if self._key else "it wants an api_key, and none is configured"
+            raise ConfigError(
+                f"{doing}: HTTP {reply.status_code}: {key} (an engine started with --admin-api-key takes only that one)",
+                **where,
+            )
+        return reply
+
+    def _receive(self, request: httpx.Request, deadline: Deadline) -> httpx.Response:
+        """The whole answer; httpx's timeout is one read's, so a body that trickles in is cut off here."""
+        reply = self._http.send(request, stream=True)
+        try:
+            chunks = []
+            for chunk in reply.iter_bytes():
+                chunks.append(chunk)
+                if deadline.passed():
+                    raise TimeoutError
+        finally:
+            reply.close()
+        return httpx.Response(reply.status_code, content=b"".join(chunks), request=request)
+
+    def _rejected(self, reply: httpx.Response, phase: str, retry: bool, hint: str = "") -> EngineRejected:
+        text = self._text(reply)
+        said = f"{reply.request.method} {reply.request.url.path}: HTTP {reply.status_code}"
+        parts = [said, *([hint] if hint else []), f"the engine says: {text or '(nothing)'}"]
+        return EngineRejected("; ".join(parts), engine=self.url, phase=phase, safe_to_retry=retry)
+
+    def _text(self, reply: httpx.Response) -> str:
+        """The server's own words: its ``message`` or ``error`` if it sent one, cut to a readable length, without our key."""
+        text = reply.text
+        try:
+            content = msgspec.json.decode(reply.content)
+        except msgspec.DecodeError:
+            content = None
+        if isinstance(content, dict):
+            text = str(content.get("message") or content.get("error") or content.get("detail") or text)
+        text = text.strip()
+        if self._key:
+            text = text.replace(self._key, "***")
+        return text if len(text) <= TEXT_LIMIT else f"{text[:TEXT_LIMIT]}... ({len(text)} characters)"
+
+
+def _version(text: str) -> tuple[int, int, int] | None:
+    match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
