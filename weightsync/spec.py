@@ -244,6 +244,23 @@ class EngineReport(Struct):
     error: str = ""
 
 
+class PushRequest(Struct):
+    """Arguments of a push: the step, a timeout in place of the configured one, and whether an older step is allowed."""
+
+    step: int
+    timeout_s: float | None = None
+    force: bool = False
+
+
+class Status(Struct):
+    """What a session knows: the last step pushed, each engine's state, and who publishes."""
+
+    pair: str
+    step: int | None
+    engines: list[EngineReport]
+    publishers: list[str]
+
+
 class SyncReport(Struct):
     """What a push did. ``seconds`` holds wall time a phase: publish, pause, begin, move, verify, commit, continue, total.
 

@@ -1,0 +1,1 @@
+"""The weight-sync actors, one module a trainer-engine pair."""

@@ -1,0 +1,222 @@
+"""The demo's training loop: what a user's driver looks like, plus a table. Imports no torch, no sglang, no trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+import weightsync
+from weightsync import envs
+from weightsync.config import load_config
+from weightsync.engines.local import LocalEngine, free_port
+from weightsync.errors import EngineRejected, VerifyMismatch
+
+PROMPT = "What do you say?"
+SENTENCE = " New weights arrive after every step."
+WORLD_SIZE = 2
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One push of the demo, as the table shows it."""
+
+    step: int
+    loss: float
+    says: str
+    weight_version: str
+    push_ms: float
+    verified: bool
+
+
+def run(*, pushes: int = 8, steps_per_push: int = 6, console: Console | None = None) -> list[Row]:
+    """Train, push, ask, compare. Raises WeightSyncError as soon as engine and trainer disagree on one token.
+
+    Returns the table's rows.
+    """
+    console = console or Console()
+    started = time.monotonic()
+    for name in ("sgl_dtensor_v2", "automodel", "sglang_cpu"):
+        envs.ensure(name, progress=lambda line: console.print(f"[dim]{line}", highlight=False))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-"))
+        model = _write_model(Path(folder) / "model")
+        engine = stack.enter_context(LocalEngine(model, log=Path(folder) / "sglang.log"))
+        trainers = stack.enter_context(_trainers(model, console))
+        with console.status("starting SGLang on the CPU (about a minute)"):
+            engine.wait()
+        console.print(f"SGLang {_get(engine.url, '/server_info')['version']} serves at {engine.url}")
+        config = load_config({"pair": "sgl_dtensor_v2", "timeout_s": 60.0})
+        sync = stack.enter_context(
+            weightsync.launch(config, publishers=[t.address for t in trainers], engines=[engine.url])
+        )
+        console.print(sync.plan().explain(), highlight=False)
+        rows = _loop(sync, trainers, engine, _Tokens(model), pushes, steps_per_push, console)
+    console.print(f"done in {time.monotonic() - started:.0f} s")
+    return rows
+
+
+def _loop(
+    sync: weightsync.WeightSync,
+    trainers: list[_Trainer],
+    engine: LocalEngine,
+    tokens: _Tokens,
+    pushes: int,
+    steps_per_push: int,
+    console: Console,
+) -> list[Row]:
+    prompt = tokens.encode(PROMPT)
+    text = prompt + tokens.encode(SENTENCE)
+    rows: list[Row] = []
+    with Live(_table(rows), console=console, refresh_per_second=4) as live:
+        for i in range(pushes):
+            step = i * steps_per_push
+            loss = _all(trainers, "train", text, len(prompt), steps_per_push if i else 0)[0]
+            _all(trainers, "step_done", step)
+            report = sync.push(step)
+            expected = _all(trainers, "greedy", prompt, len(text) - len(prompt))[0]
+            said, version = _ask(engine.url, prompt, len(expected))
+            row = Row(step, loss, tokens.decode(said), version, report.seconds["total"] * 1e3, report.verified)
+            rows.append(row)
+            live.update(_table(rows))
+            _compare(row, said, expected, tokens, engine.url)
+    return rows
+
+
+def _compare(row: Row, said: list[int], expected: list[int], tokens: _Tokens, url: str) -> None:
+    if row.weight_version != str(row.step):
+        raise EngineRejected(f"after the push of step {row.step} it reports version {row.weight_version!r}", engine=url)
+    if not row.verified:
+        raise VerifyMismatch(f"the push of step {row.step} was not verified", engine=url)
+    if said != expected:
+        raise VerifyMismatch(
+            f"after step {row.step} the engine says {tokens.decode(said)!r}, the trainer's own forward "
+            f"{tokens.decode(expected)!r}",
+            engine=url,
+        )
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title="one sentence, learnt under FSDP2, served by SGLang")
+    for name, justify in (("step", "right"), ("loss", "right"), ("the engine says", "left")):
+        table.add_column(name, justify=justify)
+    for name in ("weight_version", "push ms"):
+        table.add_column(name, justify="right")
+    table.add_column("verified")
+    for r in rows:
+        loss = "" if r.loss != r.loss else f"{r.loss:.4f}"
+        table.add_row(
+            str(r.step), loss, repr(r.says), r.weight_version, f"{r.push_ms:.0f}", "yes" if r.verified else "NO"
+        )
+    return table
+
+
+# ------------------------------------------------------------------------------------------------ training ranks
+
+
+class _Trainer:
+    """A training rank under Ray, and its publisher's address."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.address = ""
+
+
+@contextlib.contextmanager
+def _trainers(model: Path, console: Console) -> Iterator[list[_Trainer]]:
+    """Two training ranks as Ray actors in the trainer's environment."""
+    import ray
+
+    from weightsync.demo.trainer import DemoTrainer
+
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    if not ray.is_initialized():
+        ray.init(num_cpus=WORLD_SIZE, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    runtime_env = envs.runtime_env(envs.resolve("automodel"))
+    make = ray.remote(DemoTrainer).options(num_cpus=0, runtime_env=runtime_env).remote
+    trainers = [_Trainer(make(rank, WORLD_SIZE, rendezvous, str(model))) for rank in range(WORLD_SIZE)]
+    try:
+        console.print(f"{WORLD_SIZE} FSDP2 ranks of nemo-automodel's Qwen3 on gloo (its class is made directly:")
+        console.print("NeMoAutoModelForCausalLM.from_config asks for CUDA; GPU runs use it)")
+        for trainer, address in zip(trainers, _all(trainers, "address"), strict=True):
+            trainer.address = address
+        yield trainers
+    finally:
+        for trainer in trainers:
+            ray.kill(trainer.actor)
+        ray.shutdown()
+
+
+def _all(trainers: list[_Trainer], method: str, *args: Any) -> list[Any]:
+    import ray
+
+    return ray.get([getattr(t.actor, method).remote(*args) for t in trainers], timeout=180)
+
+
+# -------------------------------------------------------------------------------------------------- model, engine
+
+
+class _Tokens:
+    """The model's byte-level vocabulary, as far as printable ASCII goes."""
+
+    def __init__(self, model: Path) -> None:
+        vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+        self._ids = {(" " if text == "Ġ" else text): i for text, i in vocab.items()}
+        self._texts = {i: text for text, i in self._ids.items()}
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids[c] for c in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self._texts.get(t, "\N{REPLACEMENT CHARACTER}") for t in tokens)
+
+
+def _write_model(folder: Path) -> Path:
+    """Write the seeded model in the actor's environment, which has numpy."""
+    environment = envs.resolve("sgl_dtensor_v2")
+    script = "import sys; from weightsync.demo_model import write_model; write_model(sys.argv[1])"
+    subprocess.run(
+        [environment.python, "-c", script, str(folder)], env=envs.process_env(environment), check=True, timeout=120
+    )
+    return folder
+
+
+def _ask(url: str, prompt: list[int], count: int) -> tuple[list[int], str]:
+    """Greedy tokens from the engine, and the weight version that it reports."""
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    answer = _get(url, "/generate", {"input_ids": prompt, "sampling_params": sampling})
+    return answer["output_ids"], _get(url, "/model_info")["weight_version"]
+
+
+def _get(url: str, path: str, body: dict | None = None) -> dict:
+    import urllib.request
+
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data=data, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())
+
+
+def main() -> None:
+    """Run the demo; exits with status 1 and the reason if anything disagrees."""
+    try:
+        run()
+    except weightsync.WeightSyncError as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        raise SystemExit(1) from e
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Doing one thing for many peers at once. Runs in the weight-sync actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from weightsync.errors import TransferError, WeightSyncError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Fanout:
+    """A pool of threads that calls one function for each of several peers and waits for all of them."""
+
+    def __init__(self, name: str, workers: int = 64) -> None:
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix=f"weightsync-{name}")
+
+    def each(self, function: Callable[[T], R], peers: Sequence[T]) -> list[R | WeightSyncError]:
+        """``function(peer)`` for every peer, in their order; an error takes its peer's place in the list."""
+        if len(peers) == 1:
+            return [_guarded(function, peers[0])]
+        return list(self._pool.map(lambda peer: _guarded(function, peer), peers))
+
+    def all(self, function: Callable[[T], R], peers: Sequence[T]) -> list[R]:
+        """As ``each``, but the first error is raised, after every call has ended."""
+        results: list[R] = []
+        for outcome in self.each(function, peers):
+            if isinstance(outcome, WeightSyncError):
+                raise outcome
+            results.append(outcome)
+        return results
+
+    def submit(self, function: Callable[[], R]):
+        """Start ``function`` on its own; returns its future."""
+        return self._pool.submit(function)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _guarded(function: Callable[[T], R], peer: T) -> R | WeightSyncError:
+    try:
+        return function(peer)
+    except WeightSyncError as e:
+        return e
+    except Exception as e:  # a fault of ours must not leave other engines paused
+        error = TransferError(f"{type(e).__name__}: {e}")
+        error.__cause__ = e
+        return error

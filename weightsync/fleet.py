@@ -1,0 +1,235 @@
+"""The engines as the actor sees them: one link an engine, holding its HTTP client, its receivers and its state."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from dataclasses import dataclass, field
+
+from weightsync import receiver as wire
+from weightsync.config import Config, EngineConfig
+from weightsync.deadline import Deadline
+from weightsync.engines import Engine, EngineInfo
+from weightsync.engines.sglang import SglangEngine
+from weightsync.errors import ConfigError, EngineLost, WeightSyncError
+from weightsync.rpc import Client
+from weightsync.spec import EngineReport, Layout, TensorSpec
+
+PING_S = 2.0
+
+
+class Inbox:
+    """Where receivers announce themselves. Served by the actor's own rpc server; ``wait`` is for the actor's threads."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Condition()
+        self._announced: dict[str, dict[int, wire.Announcement]] = {}
+
+    def announce(self, announcement: wire.Announcement) -> None:
+        """Called by a receiver, once an attach."""
+        with self._arrived:
+            self._announced.setdefault(announcement.session, {})[announcement.tp_rank] = announcement
+            self._arrived.notify_all()
+
+    def _wait(self, session: str, count: int, deadline: Deadline) -> list[wire.Announcement]:
+        """The ``count`` announcements of a session, by TP rank; TransferTimeout says which ranks are missing."""
+        with self._arrived:
+            complete = self._arrived.wait_for(
+                lambda: len(self._announced.get(session, {})) >= count, timeout=deadline.remaining_s()
+            )
+            announced = self._announced.pop(session, {})
+        if not complete:
+            missing = [r for r in range(count) if r not in announced]
+            raise deadline.error(f"the receivers of TP rank(s) {missing} did not announce themselves")
+        return [announced[r] for r in range(count)]
+
+
+@dataclass
+class Progress:
+    """How far one push has come with one engine."""
+
+    paused: bool = False
+    began: bool = False
+    applied: bool = False
+    committed: bool = False
+    verified: bool = False
+    num_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class EngineLink:
+    """One engine. ``state``: serving, fenced or lost; ``held``: we paused it and it must not serve before a full push."""
+
+    def __init__(self, engine: EngineConfig, config: Config) -> None:
+        self.url = engine.url.rstrip("/")
+        self._config = config
+        self.client: Engine = SglangEngine(self.url, api_key=engine.api_key, config=config)
+        self.info: EngineInfo | None = None
+        self.route = ""
+        self.layouts: list[Layout] = []
+        self.state, self.version, self.error = "serving", "", ""
+        self.held = False
+        self.notes: list[str] = []
+        self.progress = Progress()
+        self._receivers: list[Client] = []
+        self._boot_ids: list[str] = []
+        self._session = ""
+        self._plan_id = ""
+
+    # ---------------------------------------------------------------------------------------------- connecting
+
+    def connect(self, deadline: Deadline) -> None:
+        """Ask the engine what it is; refuses by name what is not supported. Nothing in it changes."""
+        self.info = self.client.connect(deadline)
+        self.version = self.info.weight_version
+        self.route, note = self._choose_route()
+        self.notes = [f"{self.url}: {note}"]
+
+    def attach(self, inbox: Inbox, reply: str, tensors: list[TensorSpec], deadline: Deadline) -> None:
+        """Have every TP rank trace its needs and open its own channel to us."""
+        assert self.info is not None, "connect first"
+        self.detach()
+        self._session = secrets.token_hex(8)
+        payloads = [
+            wire.payload(wire.Attach(reply=reply, session=self._session, tp_rank=r, tensors=tensors))
+            for r in range(self.info.tp_size)
+        ]
+        self.client.begin(deadline)
+        try:
+            self.client.update(payloads, wire.LOADER, deadline)
+        finally:
+            self.client.end(deadline)
+        announced = inbox._wait(self._session, self.info.tp_size, deadline)
+        self._boot_ids = [a.boot_id for a in announced]
+        self._receivers = [
+            Client(a.address, what=f"receiver of {self.url} TP rank {a.tp_rank}") for a in announced
+        ]
+        self.layouts = [r.call("needs", deadline=deadline, returns=Layout) for r in self._receivers]
+
+    def install(self, plan_id: str, installs: list[wire.Install], deadline: Deadline) -> None:
+        """Give every TP rank its part of the plan; it maps the trainer's memory."""
+        for receiver, install in zip(self._receivers, installs, strict=True):
+            receiver.call("install", install, deadline=deadline)
+        self._plan_id = plan_id
+
+    def is_attached(self) -> bool:
+        """True while the engine is the process that was attached. A stock engine is known by its weight version only."""
+        deadline = Deadline(PING_S, f"asking the receivers of {self.url}")
+        try:
+            if not self._receivers:
+                return self.state == "fenced" or self.client.weight_version(deadline) == self.version
+            statuses = [r.call("status", deadline=deadline, returns=wire.Status) for r in self._receivers]
+        except WeightSyncError:
+            return False
+        return [s.boot_id for s in statuses] == self._boot_ids and all(s.session == self._session for s in statuses)
+
+    def detach(self) -> None:
+        """Let the receivers unmap the trainer's memory; best effort, since the engine may be gone."""
+        for receiver in self._receivers:
+            try:
+                receiver.call("detach", deadline=Deadline(PING_S, f"detaching from {self.url}"))
+            except WeightSyncError:
+                pass
+            receiver.close()
+        self._receivers, self.layouts, self._boot_ids = [], [], []
+
+    def close(self) -> None:
+        self.detach()
+        self.client.close()
+
+    # ------------------------------------------------------------------------------------------------- pushing
+
+    @property
+    def has_receiver(self) -> bool:
+        return bool(self._receivers)
+
+    @property
+    def fully_verifiable(self) -> bool:
+        """False if some parameter could not be traced, so that no fingerprint speaks for it."""
+        return self.has_receiver and not any(layout.opaque for layout in self.layouts)
+
+    def start_push(self) -> None:
+        self.progress = Progress()
+
+    def pull(self, push_id: str, step: int, deadline: Deadline) -> None:
+        """Have every TP rank pull its slices. Sets ``progress.applied`` to what the receivers themselves say."""
+        full = self.held or self.state != "serving"
+        payloads = [
+            wire.payload(
+                wire.Pull(session=self._session, push_id=push_id, plan_id=self._plan_id, step=step, full=full)
+            )
+            for _ in self._receivers
+        ]
+        self.progress.applied = True
+        try:
+            self.client.update(payloads, wire.LOADER, deadline)
+        except WeightSyncError:
+            self.progress.applied = not self._revoke(push_id)
+            raise
+        results = [
+            r.call("result", wire.ResultRequest(push_id=push_id), deadline=deadline, returns=wire.PullResult)
+            for r in self._receivers
+        ]
+        self.progress.applied = any(r.applied for r in results)
+        for rank, result in enumerate(results):
+            if not result.ok:
+                raise wire.pull_error(result, engine=self.url, rank=rank)
+        self.progress.num_bytes = sum(r.num_bytes for r in results)
+        self.progress.seconds = {"pull": max(r.seconds for r in results)}
+
+    def fingerprints(self, deadline: Deadline) -> list[list[int]]:
+        """By TP rank, one fingerprint a need, of the engine's live memory."""
+        return [r.call("verify", deadline=deadline, returns=list[int]) for r in self._receivers]
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            url=self.url,
+            state=self.state,
+            weight_version=self.version,
+            verified=self.progress.verified,
+            num_bytes=self.progress.num_bytes,
+            seconds=self.progress.seconds,
+            error=self.error,
+        )
+
+    def _revoke(self, push_id: str) -> bool:
+        """True if every receiver confirms that this pull never began there, and now never will."""
+        try:
+            deadline = Deadline(PING_S, f"revoking a pull at {self.url}")
+            revoked = [
+                r.call("revoke", wire.ResultRequest(push_id=push_id), deadline=deadline, returns=bool)
+                for r in self._receivers
+            ]
+        except WeightSyncError:
+            return False
+        return all(revoked)
+
+    def _choose_route(self) -> tuple[str, str]:
+        assert self.info is not None
+        pulls = {"cpu": "shm"}.get(self.info.device, "direct")
+        wanted, has = self._config.route, self.info.has_receiver
+        start_so = f"start it with --custom-weight-loader {wire.LOADER}"
+        if self._config.verify == "fingerprint" and not has:
+            raise ConfigError(
+                f"verify: fingerprint reads the engine's memory back, and this engine has no receiver: {start_so}, "
+                "or set verify: none (reports then say verified=False)",
+                engine=self.url,
+            )
+        if wanted == "auto":
+            return (pulls, f"route {pulls}: the engine has our receiver") if has else (
+                "bucket",
+                "route bucket: a stock engine without our receiver",
+            )
+        if wanted in ("shm", "direct") and not has:
+            raise ConfigError(f"route {wanted} needs our receiver in the engine: {start_so}", engine=self.url)
+        if wanted in ("shm", "direct") and wanted != pulls:
+            raise ConfigError(f"route {wanted} does not fit an engine on {self.info.device}: use {pulls}", engine=self.url)
+        if wanted == "nccl":
+            raise ConfigError("route nccl is not available in this version", engine=self.url)
+        return wanted, f"route {wanted}: as configured"
+
+
+def lost(link: EngineLink, error: WeightSyncError) -> EngineLost:
+    """``error`` of a reconnection, as the state of its engine."""
+    link.state, link.error = "lost", str(error)
+    return EngineLost(f"the engine could not be reached again: {error.message}", engine=link.url, safe_to_retry=True)

@@ -1,0 +1,228 @@
+"""One push: publish, pause, begin, move, verify, commit, continue. Runs in the weight-sync actor.
+
+The version is stamped once an engine, at commit, after every rank of every engine has been verified. What happens to
+an engine when something fails depends on one fact only: whether anything was applied to it.
+
+    nothing applied    it goes back to work with its old version
+    anything applied   it is fenced: it stays paused until a later push has healed it in full
+    committed          it holds the new version, verified, and goes back to work
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+
+from weightsync.config import Config
+from weightsync.deadline import Deadline
+from weightsync.errors import EngineLost, TransferError, VerifyMismatch, WeightSyncError
+from weightsync.fanout import Fanout
+from weightsync.fleet import EngineLink
+from weightsync.plan import Plan
+from weightsync.routes import Route
+from weightsync.workers import Workers
+from weightsync.spec import EngineReport, SyncReport
+
+PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
+CLEANUP_S = 5.0
+
+
+class Push:
+    """The transaction that brings one step's weights into ``links``. Made anew for every push; ``run`` is called once."""
+
+    def __init__(
+        self,
+        step: int,
+        *,
+        config: Config,
+        workers: Workers,
+        links: list[EngineLink],
+        routes: dict[str, Route],
+        plan: Plan,
+        fanout: Fanout,
+        deadline: Deadline,
+    ) -> None:
+        self.step = step
+        self._config = config
+        self._workers = workers
+        self._links = list(links)
+        self._involved = list(links)
+        self._routes = routes
+        self._plan = plan
+        self._fanout = fanout
+        self._deadline = deadline
+        self._cleanup_s = min(CLEANUP_S, deadline.timeout_s / 4)
+        self._seconds: dict[str, float] = {}
+        self._phase = ""
+        self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
+        self.generations: dict[int, int] = {}
+
+    @property
+    def _verifies(self) -> bool:
+        return self._config.verify == "fingerprint"
+
+    def run(self) -> SyncReport:
+        """The main path. Raises a WeightSyncError whose ``report`` says what state each engine is in."""
+        started = time.perf_counter()
+        for link in self._links:
+            link.start_push()
+        try:
+            with self._timed("publish"):
+                self._publish()
+            with self._timed("pause"):
+                self._each(self._pause)
+            with self._timed("begin"):
+                self._each(self._begin)
+            with self._timed("move"):
+                self._move()
+            with self._timed("verify"):
+                self._verify()
+            with self._timed("commit"):
+                self._each(self._commit)
+            with self._timed("continue"):
+                self._each(self._continue)
+        except WeightSyncError as error:
+            self._abandon(error)
+            raise
+        self._seconds["total"] = time.perf_counter() - started
+        return self._report()
+
+    # ------------------------------------------------------------------------------------------------- phases
+
+    def _publish(self) -> None:
+        published = self._workers.publish(self.step, self._regions, self._deadline)
+        self._fingerprints = {rank: p.fingerprints for rank, p in published.items()}
+        self.generations = {rank: p.generation for rank, p in published.items()}
+
+    def _pause(self, link: EngineLink) -> None:
+        link.progress.paused = True  # before the call: one that times out may still take effect
+        if self._config.pause != "none":
+            link.client.pause(self._config.pause, self._deadline)
+        if self._config.pause != "in_place":
+            link.client.flush(self._deadline, wait=self._config.on_flush_refused == "wait")
+
+    def _begin(self, link: EngineLink) -> None:
+        link.progress.began = True
+        link.client.begin(self._deadline)
+
+    def _move(self) -> None:
+        for name, route in self._routes.items():
+            links = [link for link in self._links if link.route == name]
+            if links:
+                self._settle_failures(links, route.move(links, self.step, self._deadline))
+        self._each(self._end)
+
+    def _end(self, link: EngineLink) -> None:
+        link.client.end(self._deadline)
+        link.progress.began = False
+
+    def _verify(self) -> None:
+        sealing = self._fanout.submit(lambda: self._workers.seal(self.step, self._regions, self._deadline))
+        outcomes = self._fanout.each(self._read_back, self._links) if self._verifies else [None] * len(self._links)
+        sealed = sealing.result()
+        for rank, answer in sealed.items():
+            if answer.fingerprints != self._fingerprints[rank]:
+                raise TransferError(
+                    f"training rank {rank}: its weights are not those that were published as step {self.step}; "
+                    "something wrote to them during the move",
+                    rank=rank,
+                    safe_to_retry=True,
+                )
+        self._settle_failures(self._links, outcomes)
+
+    def _read_back(self, link: EngineLink) -> None:
+        if not link.has_receiver:
+            return
+        for rank, actual in enumerate(link.fingerprints(self._deadline)):
+            expected = self._plan.expected(link.url, rank, self._fingerprints)
+            needs = self._plan.rank_plan(link.url, rank).needs
+            wrong = [n.tensor for n, e, a in zip(needs, expected, actual, strict=True) if e != a]
+            if wrong:
+                raise VerifyMismatch(
+                    f"{len(wrong)} of {len(needs)} regions in the engine's memory differ from what was published "
+                    f"as step {self.step}: {', '.join(dict.fromkeys(wrong[:8]))}",
+                    engine=link.url,
+                    rank=rank,
+                    tensor=wrong[0],
+                )
+        link.progress.verified = link.fully_verifiable
+
+    def _commit(self, link: EngineLink) -> None:
+        link.client.stamp(str(self.step), self._deadline)
+        link.progress.committed = True
+        link.version, link.state, link.error = str(self.step), "serving", ""
+
+    def _continue(self, link: EngineLink) -> None:
+        if self._config.pause != "none" or link.held:
+            link.client.resume(self._deadline)
+        link.held = False
+
+    # ----------------------------------------------------------------------------------------------- failures
+
+    def _each(self, function: Callable[[EngineLink], None]) -> None:
+        self._settle_failures(self._links, self._fanout.each(function, self._links))
+
+    def _settle_failures(self, links: list[EngineLink], outcomes: list) -> None:
+        failed = [(li, o) for li, o in zip(links, outcomes, strict=True) if isinstance(o, WeightSyncError)]
+        if not failed:
+            return
+        for link, error in failed:
+            error.engine, error.phase = error.engine or link.url, error.phase or self._phase
+            link.error = str(error)
+        if self._config.on_engine_failure == "raise" or len(failed) == len(self._links):
+            raise failed[0][1]
+        self._fanout.each(self._settle, [link for link, _ in failed])
+        gone = {id(link) for link, _ in failed}
+        self._links = [link for link in self._links if id(link) not in gone]
+
+    def _abandon(self, error: WeightSyncError) -> None:
+        error.phase = error.phase or self._phase
+        self._fanout.each(self._settle, self._links)
+        error.report = [msgspec.to_builtins(link.report()) for link in self._involved]
+
+    def _settle(self, link: EngineLink) -> None:
+        """Bring one engine to the state that its progress allows, in bounded time, whatever it answers."""
+        deadline = Deadline(self._cleanup_s, "cleaning up after a failed push")
+        if link.progress.applied and not link.progress.committed:
+            link.state, link.held = "fenced", True
+            if self._config.pause == "none":  # nothing was paused: a fenced engine must not serve
+                with suppress(WeightSyncError):
+                    link.client.pause("abort", deadline)
+            return
+        try:
+            if link.progress.began:
+                link.client.end(deadline)
+            if link.progress.paused and not link.held:
+                link.client.resume(deadline)
+        except EngineLost as e:
+            link.state, link.error = "lost", link.error or str(e)
+        except WeightSyncError as e:
+            link.state, link.held, link.error = "fenced", True, link.error or str(e)
+
+    # ------------------------------------------------------------------------------------------------ report
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        self._phase = phase
+        self._deadline.check(f"phase {phase}", phase=phase)
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] = time.perf_counter() - started
+
+    def _report(self) -> SyncReport:
+        engines: list[EngineReport] = [link.report() for link in self._involved]
+        routes = sorted({link.route for link in self._links})
+        return SyncReport(
+            step=self.step,
+            weight_version=str(self.step),
+            route="+".join(routes),
+            num_tensors=self._plan.summary().num_tensors,
+            num_bytes=sum(e.num_bytes for e in engines if e.state == "serving"),
+            seconds=self._seconds,
+            verified=all(link.progress.verified for link in self._links),
+            engines=engines,
+            notes=[note for link in self._involved for note in link.notes],
+        )

@@ -1,0 +1,55 @@
+"""The actor as a plain process, without Ray: ``weightsync serve`` in the pair's environment, for torchrun jobs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from weightsync.config import Config
+from weightsync.errors import ConfigError
+from weightsync.ray_channel import ACTORS
+from weightsync.rpc import Server, read_reply
+
+
+def start(config: Config, *, host: str) -> Server:
+    """Connect the actor of ``config.pair`` and serve it; ``.address`` of the result is for ``weightsync.connect``."""
+    module, name = ACTORS[config.pair]
+    actor = getattr(importlib.import_module(module), name)(msgspec.msgpack.encode(config))
+    read_reply(*actor.connect())
+    return actor.serve(host)
+
+
+def read_addresses(file: Path, count: int, timeout_s: float) -> list[str]:
+    """The publishers' addresses, one a line, once ``count`` of them are there. Raises ConfigError after ``timeout_s``."""
+    give_up = time.monotonic() + timeout_s
+    while True:
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        complete = [line.strip() for line in lines if line.endswith("\n") and line.strip()]
+        if len(complete) >= count:
+            return complete
+        if time.monotonic() > give_up:
+            raise ConfigError(f"{file} holds {len(complete)} of {count} publishers' addresses after {timeout_s:g} s")
+        time.sleep(0.1)
+
+
+def write_address(file: Path, address: str) -> None:
+    """Write ``address`` so that a reader sees all of it or nothing; only the owner may read it, since it carries a token."""
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        out.write(address + "\n")
+    fresh.rename(file)
+
+
+def until_signalled(server: Server) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    server.close()

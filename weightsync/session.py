@@ -1,0 +1,233 @@
+"""The weight-sync actor's core: connects a trainer to engines, keeps the plan, and pushes. One a trainer-engine pair."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+
+from weightsync.config import Config, EngineConfig
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigError, StaleVersion, WeightSyncError
+from weightsync.fanout import Fanout
+from weightsync.fleet import EngineLink, Inbox, lost
+from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
+from weightsync.push import Push
+from weightsync.routes import PullRoute, Route
+from weightsync.rpc import Server
+from weightsync.workers import Workers
+from weightsync.spec import Export, PushRequest, Status, SyncReport
+
+
+class Session:
+    """One trainer connected to its engines. Every public method may be called remotely; pushes exclude each other.
+
+    ``trainer`` names the shard reader that the publishers must have been made with.
+    """
+
+    def __init__(self, config: Config, *, trainer: str) -> None:
+        self._config = config
+        self._lock = threading.RLock()
+        self._fanout = Fanout("engines")
+        self._inbox = Inbox()
+        self._server = Server(self._inbox, host=config.bind_host)
+        self._links: list[EngineLink] = []
+        self._routes: dict[str, Route] = {}
+        self._exports: dict[int, Export] = {}
+        self._plan: Plan | None = None
+        self._step: int | None = None
+        self._workers: Workers | None = None
+        deadline = Deadline(config.connect_timeout_s, "connecting (connect_timeout_s)")
+        try:
+            if not config.engines:
+                raise ConfigError("no engines: give their URLs in the configuration or to launch")
+            self._workers = Workers(config.publishers, trainer=trainer, deadline=deadline)
+            self._links = [EngineLink(e, config) for e in config.engines]
+            self._fanout.all(lambda link: self._connect(link, deadline), self._links)
+            self._replan(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---------------------------------------------------------------------------------------------- public verbs
+
+    def plan(self) -> PlanSummary:
+        """What every push moves, by which route, and what is not covered."""
+        assert self._plan is not None
+        return self._plan.summary()
+
+    def push(self, request: PushRequest) -> SyncReport:
+        """Bring ``request.step`` into every engine. See ``weightsync.push`` for what a failure leaves behind."""
+        timeout_s = self._config.timeout_s if request.timeout_s is None else request.timeout_s
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be positive, got {timeout_s}")
+        deadline = Deadline(timeout_s, f"push of step {request.step}, timeout_s")
+        with self._lock:
+            self._check_step(request)
+            self._reconnect(deadline)
+            report = self._run(request.step, deadline)
+            self._step = request.step
+            return report
+
+    def status(self) -> Status:
+        """The state of every engine as of the last push; asks nobody."""
+        assert self._workers is not None
+        return Status(
+            pair=self._config.pair,
+            step=self._step,
+            engines=[link.report() for link in self._links],
+            publishers=[f"rank {r}: {d.host} pid {d.pid}" for r, d in self._workers.descriptions.items()],
+        )
+
+    def add_engine(self, engine: EngineConfig) -> PlanSummary:
+        """Take one more engine in. It is paused at once and serves from the next push on, never what it booted with."""
+        deadline = Deadline(self._config.connect_timeout_s, f"adding engine {engine.url}")
+        with self._lock:
+            link = EngineLink(engine, self._config)
+            if any(link.url == other.url for other in self._links):
+                raise ConfigError(f"engine {link.url} is already in this session")
+            try:
+                self._connect(link, deadline, hold=True)
+                self._links.append(link)
+                self._replan(deadline)
+            except BaseException:
+                self._links = [other for other in self._links if other is not link]
+                link.close()
+                raise
+            return self.plan()
+
+    def remove_engine(self, url: str) -> None:
+        """Let an engine go; it keeps the weights and the state that it has."""
+        with self._lock:
+            link = next((li for li in self._links if li.url == url.rstrip("/")), None)
+            if link is None:
+                raise ConfigError(f"engine {url} is not in this session; there are {[li.url for li in self._links]}")
+            self._links.remove(link)
+            link.close()
+            if self._links:
+                self._replan(Deadline(self._config.connect_timeout_s, f"removing engine {url}"))
+
+    def close(self) -> None:
+        """Unmap everything and close every connection. Engines keep their weights and state. Idempotent."""
+        for link in self._links:
+            link.close()
+        for route in self._routes.values():
+            route.close()
+        if self._workers is not None:
+            self._workers.close()
+        self._server.close()
+        self._fanout.close()
+        self._links, self._routes = [], {}
+
+    # -------------------------------------------------------------------------------------------------- planning
+
+    def _connect(self, link: EngineLink, deadline: Deadline, *, hold: bool = False) -> None:
+        """Meet an engine; with ``hold`` it is paused first and stays so until a push has reached it."""
+        link.connect(deadline)
+        if hold:
+            link.client.pause("abort" if self._config.pause == "none" else self._config.pause, deadline)
+            link.held = True
+        if link.info.has_receiver:
+            link.attach(self._inbox, self._server.address, list(self._offered().values()), deadline)
+        self._check_same_node(link)
+
+    def _offered(self):
+        assert self._workers is not None
+        descriptions = [self._workers.descriptions[r] for r in self._workers.ranks]
+        return offered(descriptions, self._config.rename, self._config.leave_out)
+
+    def _check_same_node(self, link: EngineLink) -> None:
+        hosts = {d.host for d in self._workers.descriptions.values()} | {layout.host for layout in link.layouts}
+        if len(hosts) > 1:
+            raise ConfigError(
+                f"route {link.route} needs trainer and engine on one node, but they are on {sorted(hosts)}",
+                engine=link.url,
+            )
+
+    def _replan(self, deadline: Deadline) -> None:
+        """Export what the engines need, plan, and prepare every route. Moves nothing."""
+        assert self._workers is not None
+        workers, config = self._workers, self._config
+        layouts = {link.url: link.layouts for link in self._links if link.layouts}
+        own = {shard.tensor: shard.dtype for d in workers.descriptions.values() for shard in d.shards}
+        dtypes = own | needed_dtypes(layouts, workers.rules, config.rename)
+        transport = "cuda_ipc" if any(workers.devices().values()) else "shm"
+        self._exports = workers.export(dtypes, transport, deadline)
+        self._plan = build_plan(
+            {r: e.shards for r, e in self._exports.items()},
+            workers.rules,
+            layouts,
+            config=config,
+            source_devices=workers.devices(),
+            source_hosts=workers.hosts(),
+        )
+        self._prepare(deadline)
+
+    def _prepare(self, deadline: Deadline) -> None:
+        assert self._plan is not None
+        for name in dict.fromkeys(link.route for link in self._links):
+            if name not in self._routes:
+                self._routes[name] = self._new_route(name)
+            links = [link for link in self._links if link.route == name and link.state != "lost"]
+            self._routes[name].prepare(links, self._plan, self._exports, deadline)
+
+    def _new_route(self, name: str) -> Route:
+        if name == "bucket":
+            from weightsync.routes_bucket import BucketRoute
+
+            return BucketRoute(self._fanout, self._config, self._workers.rules)
+        return PullRoute(self._fanout)
+
+    # --------------------------------------------------------------------------------------------------- pushing
+
+    def _check_step(self, request: PushRequest) -> None:
+        if request.force or self._step is None or request.step > self._step:
+            return
+        behind = [li.url for li in self._links if li.state != "serving" or li.version != str(self._step)]
+        if request.step == self._step and behind:
+            return  # the same step again, to heal those
+        raise StaleVersion(
+            f"step {request.step} is not newer than step {self._step}, which the engines hold; "
+            "push a newer step, or this one with force=True"
+        )
+
+    def _run(self, step: int, deadline: Deadline) -> SyncReport:
+        links = [link for link in self._links if link.state != "lost"]
+        push = Push(
+            step,
+            config=self._config,
+            workers=self._workers,
+            links=links,
+            routes=self._routes,
+            plan=self._plan,
+            fanout=self._fanout,
+            deadline=deadline,
+        )
+        return push.run()
+
+    def _reconnect(self, deadline: Deadline) -> None:
+        """Notice engines that were restarted since the last push; attach them anew, paused, before anything moves."""
+        gone = [
+            link
+            for link, attached in zip(
+                self._links, self._fanout.each(lambda li: li.is_attached(), self._links), strict=True
+            )
+            if attached is not True or link.state == "lost"
+        ]
+        if not gone:
+            return
+        outcomes = self._fanout.each(lambda link: self._revive(link, deadline), gone)
+        failures = [
+            lost(link, outcome)
+            for link, outcome in zip(gone, outcomes, strict=True)
+            if isinstance(outcome, WeightSyncError)
+        ]
+        if failures and (self._config.on_engine_failure == "raise" or len(failures) == len(self._links)):
+            failures[0].report = [msgspec.to_builtins(link.report()) for link in self._links]
+            raise failures[0]
+        if len(failures) < len(gone):
+            self._replan(deadline)
+
+    def _revive(self, link: EngineLink, deadline: Deadline) -> None:
+        self._connect(link, deadline, hold=True)
+        link.state, link.error = "fenced", "restarted or not reachable since the last push; waits for a full push"
