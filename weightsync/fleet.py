@@ -146,7 +146,11 @@ class EngineLink:
     @property
     def fully_verifiable(self) -> bool:
         """False if some parameter could not be traced, so that no fingerprint speaks for it."""
-        return self.has_receiver and not any(layout.opaque for layout in self.layouts)
+        return self.has_receiver and not self.has_opaque
+
+    @property
+    def has_opaque(self) -> bool:
+        return any(layout.opaque for layout in self.layouts)
 
     def start_push(self) -> None:
         self.progress = Progress()
@@ -160,17 +164,17 @@ class EngineLink:
             )
             for _ in self._receivers
         ]
-        self.progress.applied = True
+        before, self.progress.applied = self.progress.applied, True
         try:
             self.client.update(payloads, wire.LOADER, deadline)
         except WeightSyncError:
-            self.progress.applied = not self._revoke(push_id)
+            self.progress.applied = before or not self._revoke(push_id)
             raise
         results = [
             r.call("result", wire.ResultRequest(push_id=push_id), deadline=deadline, returns=wire.PullResult)
             for r in self._receivers
         ]
-        self.progress.applied = any(r.applied for r in results)
+        self.progress.applied = before or any(r.applied for r in results)
         for rank, result in enumerate(results):
             if not result.ok:
                 raise wire.pull_error(result, engine=self.url, rank=rank)

@@ -58,6 +58,7 @@ class Push:
         self._seconds: dict[str, float] = {}
         self._phase = ""
         self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
+        self._notes: list[str] = []
         self.generations: dict[int, int] = {}
 
     @property
@@ -101,12 +102,15 @@ class Push:
         link.progress.paused = True  # before the call: one that times out may still take effect
         if self._config.pause != "none":
             link.client.pause(self._config.pause, self._deadline)
-        if self._config.pause != "in_place":
+        if self._config.pause == "in_place":
+            self._notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
+        else:
             link.client.flush(self._deadline, wait=self._config.on_flush_refused == "wait")
 
     def _begin(self, link: EngineLink) -> None:
         link.progress.began = True
-        link.client.begin(self._deadline)
+        if note := link.client.begin(self._deadline):
+            self._notes.append(note)
 
     def _move(self) -> None:
         for name, route in self._routes.items():
@@ -224,5 +228,5 @@ class Push:
             seconds=self._seconds,
             verified=all(link.progress.verified for link in self._links),
             engines=engines,
-            notes=[note for link in self._involved for note in link.notes],
+            notes=[*(note for link in self._involved for note in link.notes), *self._notes],
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -172,11 +173,12 @@ class Session:
             self._routes[name].prepare(links, self._plan, self._exports, deadline)
 
     def _new_route(self, name: str) -> Route:
-        if name == "bucket":
-            from weightsync.routes_bucket import BucketRoute
+        from weightsync.routes_bucket import BucketRoute
 
-            return BucketRoute(self._fanout, self._config, self._workers.rules)
-        return PullRoute(self._fanout)
+        def by_bucket(select: Callable[[str], bool]) -> Route:
+            return BucketRoute(self._fanout, self._config, self._workers.rules, select)
+
+        return by_bucket(lambda tensor: True) if name == "bucket" else PullRoute(self._fanout, by_bucket)
 
     # --------------------------------------------------------------------------------------------------- pushing
 

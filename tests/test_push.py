@@ -1,0 +1,301 @@
+"""The transaction alone: a failure injected at every phase, and what it leaves of each engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from weightsync.config import load_config
+from weightsync.deadline import Deadline
+from weightsync.errors import EngineLost, EngineRejected, TransferError, TransferTimeout, VerifyMismatch, WeightSyncError
+from weightsync.fanout import Fanout
+from weightsync.fleet import Progress
+from weightsync.push import Push
+from weightsync.spec import Box, EngineReport, Need, Published, RankPlan, Sealed, View
+
+FINGERPRINT = 77
+
+
+@dataclass
+class FakeClient:
+    """An engine that obeys, except where told to fail: ``faults`` maps a call to the error it raises."""
+
+    url: str
+    faults: dict[str, WeightSyncError] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    paused: bool = False
+    version: str = "old"
+    session_open: bool = False
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.faults:
+            raise self.faults[name]
+
+    def pause(self, mode, deadline):
+        self._call("pause")
+        self.paused = True
+
+    def flush(self, deadline, wait=False):
+        self._call("flush_wait" if wait else "flush")
+
+    def begin(self, deadline):
+        self._call("begin")
+        self.session_open = True
+        return ""
+
+    def end(self, deadline):
+        self._call("end")
+        self.session_open = False
+
+    def stamp(self, version, deadline):
+        self._call("stamp")
+        self.version = version
+
+    def resume(self, deadline):
+        self._call("resume")
+        self.paused = False
+
+
+class FakeLink:
+    """An engine link whose memory is one number, the fingerprint that it reads back."""
+
+    has_receiver, fully_verifiable, route = True, True, "shm"
+
+    def __init__(self, url: str, **faults: WeightSyncError) -> None:
+        self.url = url
+        self.client = FakeClient(url, faults)
+        self.state, self.version, self.error, self.held = "serving", "old", "", False
+        self.memory, self.notes = 1, []
+        self.start_push()
+
+    def start_push(self):
+        self.progress = Progress()
+
+    def fingerprints(self, deadline):
+        if "fingerprints" in self.client.faults:
+            raise self.client.faults["fingerprints"]
+        return [[self.memory]]
+
+    def report(self):
+        return EngineReport(self.url, self.state, self.version, self.progress.verified, 4, error=self.error)
+
+
+class FakeRoute:
+    def __init__(self, corrupt: str = "", applied: bool = True) -> None:
+        self.corrupt, self.applied = corrupt, applied
+
+    def move(self, links, step, deadline):
+        outcomes = []
+        for link in links:
+            fault = link.client.faults.get("move")
+            link.progress.applied = fault is None or self.applied
+            if fault is None:
+                link.memory = FINGERPRINT + (link.url == self.corrupt)
+            outcomes.append(fault)
+        return outcomes
+
+
+class FakeWorkers:
+    ranks = (0,)
+
+    def __init__(self, publish=None, seal=None, sealed=FINGERPRINT) -> None:
+        self.faults, self.sealed = {"publish": publish, "seal": seal}, sealed
+
+    def publish(self, step, regions, deadline):
+        if self.faults["publish"]:
+            raise self.faults["publish"]
+        return {0: Published(step, 0, [FINGERPRINT], 0.0)}
+
+    def seal(self, step, regions, deadline):
+        if self.faults["seal"]:
+            raise self.faults["seal"]
+        return {0: Sealed([self.sealed], [], 0.0)}
+
+
+class FakePlan:
+    need = Need("model.norm.weight", Box((0,), (1,)), View(0, 0, (1,)))
+
+    def regions(self, rank):
+        return []
+
+    def rank_plan(self, engine, rank):
+        return RankPlan(engine, rank, [], [self.need], [])
+
+    def expected(self, engine, rank, fingerprints):
+        return [fingerprints[0][0]]
+
+    def summary(self):
+        return type("Summary", (), {"num_tensors": 1})()
+
+
+def push(links, *, route=None, workers=None, **config) -> Push:
+    fanout = Fanout("test")
+    return Push(
+        5,
+        config=load_config({"pair": "sgl_dtensor_v2", **config}),
+        workers=workers or FakeWorkers(),
+        links=links,
+        routes={"shm": route or FakeRoute()},
+        plan=FakePlan(),
+        fanout=fanout,
+        deadline=Deadline(10, "test"),
+    )
+
+
+def three(**faults: WeightSyncError) -> list[FakeLink]:
+    """Three engines; the second has the faults."""
+    return [FakeLink("http://a"), FakeLink("http://b", **faults), FakeLink("http://c")]
+
+
+def test_a_push_stamps_once_and_everyone_serves():
+    links = three()
+    report = push(links).run()
+    assert report.verified and report.weight_version == "5" and report.num_bytes == 12
+    assert list(report.seconds) == ["publish", "pause", "begin", "move", "verify", "commit", "continue", "total"]
+    for link in links:
+        assert link.client.calls == ["pause", "flush", "begin", "end", "stamp", "resume"]
+        assert (link.client.paused, link.client.version, link.state) == (False, "5", "serving")
+
+
+NOTHING_APPLIED = ["pause", "flush", "begin"]
+
+
+@pytest.mark.parametrize("phase", NOTHING_APPLIED)
+def test_before_the_move_every_engine_goes_back_to_work_with_its_old_version(phase):
+    links = three(**{phase: EngineRejected("no", engine="http://b")})
+    with pytest.raises(EngineRejected) as caught:
+        push(links).run()
+    assert caught.value.engine == "http://b"
+    assert [e["state"] for e in caught.value.report] == ["serving"] * 3
+    for link in links:
+        assert (link.client.paused, link.client.version, link.client.session_open) == (False, "old", False)
+        assert "stamp" not in link.client.calls
+
+
+def test_when_the_trainer_fails_before_the_move_no_engine_was_even_paused():
+    links = three()
+    with pytest.raises(TransferTimeout):
+        push(links, workers=FakeWorkers(publish=TransferTimeout("rank 1 is at step 4, not 5"))).run()
+    assert all(link.client.calls == [] and link.state == "serving" for link in links)
+
+
+def test_a_failed_move_fences_those_that_were_written_and_names_them():
+    links = three(move=EngineLost("dropped"))
+    with pytest.raises(EngineLost) as caught:
+        push(links).run()
+    assert caught.value.phase == "move" and caught.value.engine == "http://b"
+    assert [e["state"] for e in caught.value.report] == ["fenced"] * 3
+    assert all(link.client.paused and link.held and link.client.version == "old" for link in links)
+    assert all("resume" not in link.client.calls and "stamp" not in link.client.calls for link in links)
+
+
+def test_an_engine_that_says_nothing_was_applied_goes_back_to_work():
+    links = three(move=TransferError("its layout moved"))
+    with pytest.raises(TransferError):
+        push(links, route=FakeRoute(applied=False)).run()
+    assert [link.state for link in links] == ["fenced", "serving", "fenced"]
+    assert links[1].client.paused is False and links[1].client.session_open is False
+
+
+@pytest.mark.parametrize("phase", ["end", "fingerprints", "stamp"])
+def test_after_the_move_an_unstamped_engine_is_fenced(phase):
+    links = three(**{phase: TransferTimeout("silence", engine="http://b")})
+    with pytest.raises(TransferTimeout):
+        push(links).run()
+    assert links[1].state == "fenced" and links[1].client.paused and links[1].client.version == "old"
+
+
+def test_engines_that_were_stamped_before_the_failure_serve_the_new_version():
+    links = three(stamp=TransferTimeout("silence"))
+    with pytest.raises(TransferTimeout) as caught:
+        push(links).run()
+    assert [(e["state"], e["weight_version"]) for e in caught.value.report] == [
+        ("serving", "5"),
+        ("fenced", "old"),
+        ("serving", "5"),
+    ]
+    assert [link.client.paused for link in links] == [False, True, False]
+
+
+def test_a_wrong_byte_is_found_and_named_and_nobody_is_stamped():
+    links = three()
+    with pytest.raises(VerifyMismatch) as caught:
+        push(links, route=FakeRoute(corrupt="http://c")).run()
+    error = caught.value
+    assert (error.engine, error.rank, error.tensor) == ("http://c", 0, "model.norm.weight")
+    assert all(link.client.version == "old" and link.state == "fenced" for link in links)
+
+
+@pytest.mark.parametrize(
+    "workers", [FakeWorkers(sealed=FINGERPRINT + 1), FakeWorkers(seal=TransferError("rank 1 changed 3 tensors"))]
+)
+def test_a_source_that_changed_during_the_move_fails_the_push(workers):
+    links = three()
+    with pytest.raises(TransferError):
+        push(links, workers=workers).run()
+    assert [link.state for link in links] == ["fenced"] * 3
+
+
+def test_exclude_goes_on_with_the_others():
+    links = three(move=EngineLost("dropped"))
+    report = push(links, on_engine_failure="exclude").run()
+    assert [(e.state, e.weight_version) for e in report.engines] == [
+        ("serving", "5"),
+        ("fenced", "old"),
+        ("serving", "5"),
+    ]
+    assert "dropped" in report.engines[1].error and report.num_bytes == 8
+
+
+def test_exclude_raises_when_nobody_is_left():
+    links = [FakeLink("http://a", move=EngineLost("dropped"))]
+    with pytest.raises(EngineLost):
+        push(links, on_engine_failure="exclude").run()
+    assert links[0].state == "fenced"
+
+
+def test_a_fenced_engine_is_healed_by_the_next_push_and_not_resumed_by_a_failed_one():
+    link = FakeLink("http://a", move=EngineLost("dropped"))
+    with pytest.raises(EngineLost):
+        push([link]).run()
+    link.client.faults = {"flush": EngineRejected("requests wait")}
+    with pytest.raises(EngineRejected):
+        push([link]).run()
+    assert link.client.paused and link.state == "fenced", "a failed push must not wake a fenced engine"
+    link.client.faults = {}
+    assert push([link]).run().engines[0].state == "serving"
+    assert not link.client.paused and not link.held
+
+
+def test_an_engine_that_cannot_be_released_is_lost_or_fenced_never_forgotten():
+    links = three(begin=EngineRejected("no"), resume=EngineLost("gone"))
+    with pytest.raises(EngineRejected) as caught:
+        push(links).run()
+    assert [e["state"] for e in caught.value.report] == ["serving", "lost", "serving"]
+
+
+def test_without_pausing_a_half_written_engine_is_paused_to_fence_it():
+    links = three(move=EngineLost("dropped"))
+    with pytest.raises(EngineLost):
+        push(links, pause="none").run()
+    assert all(link.client.paused and link.state == "fenced" for link in links)
+
+
+def test_refused_flush_waits_only_when_configured_to():
+    links = three()
+    push(links, on_flush_refused="wait").run()
+    assert all("flush_wait" in link.client.calls for link in links)
+
+
+def test_unverified_pushes_say_so():
+    report = push(three(), verify="none").run()
+    assert not report.verified and not any(e.verified for e in report.engines)
+
+
+def test_a_fault_of_our_own_leaves_no_engine_paused():
+    links = three(begin=ZeroDivisionError("bug"))  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match="ZeroDivisionError"):
+        push(links).run()
+    assert all(not link.client.paused for link in links)
