@@ -58,8 +58,8 @@ class Engine(Protocol):
         """Open a weight update. Returns "", or a note if a session left open by somebody else was closed first."""
         ...
 
-    def update(self, payloads: list[str], load_format: str | None, deadline: Deadline) -> None:
-        """Hand over one payload a TP rank; returns when every rank has loaded its own."""
+    def update(self, payloads: list[str], load_format: str | None, deadline: Deadline, *, what: str = "") -> None:
+        """Hand over one payload a TP rank; returns when every rank has loaded its own. ``what`` names it in errors."""
         ...
 
     def end(self, deadline: Deadline) -> None:

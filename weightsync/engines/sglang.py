@@ -17,7 +17,7 @@ from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.engines import RECEIVER_LOADER, EngineInfo, PauseMode
 from weightsync.engines.refusals import SESSION_SINCE, Asked, refusals
-from weightsync.errors import ConfigError, EngineLost, EngineRejected
+from weightsync.errors import ConfigError, EngineLost, EngineRejected, WeightSyncError
 
 TEXT_LIMIT = 600
 FLUSH_RETRY_S = 0.25
@@ -99,7 +99,7 @@ class SglangEngine:
         self._json("POST", "/begin_weight_update", "begin", deadline, {"selector": "target"})
         return f"{self.url}: closed a weight-update session that an earlier run had left open"
 
-    def update(self, payloads: list[str], load_format: str | None, deadline: Deadline) -> None:
+    def update(self, payloads: list[str], load_format: str | None, deadline: Deadline, *, what: str = "") -> None:
         """``/update_weights_from_tensor``, one base64 payload a TP rank. Never flushes, never stamps a version."""
         body: dict[str, Any] = {
             "serialized_named_tensors": payloads,
@@ -108,7 +108,11 @@ class SglangEngine:
             "abort_all_requests": False,
         }
         body |= {"selector": "target"} if self._sessions() else {"disable_draft_model": True}
-        self._json("POST", "/update_weights_from_tensor", "move", deadline, body)
+        try:
+            self._json("POST", "/update_weights_from_tensor", "move", deadline, body)
+        except WeightSyncError as e:
+            e.message = f"{what}: {e.message}" if what else e.message
+            raise
 
     def end(self, deadline: Deadline) -> None:
         """``/end_weight_update`` from 0.5.21 on."""

@@ -1,0 +1,1 @@
+"""Stand-ins that speak the real calls, need no hardware, and misbehave when told to."""
