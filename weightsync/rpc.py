@@ -9,53 +9,28 @@ the address may call, who has not is refused. Every call has a deadline; errors 
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import inspect
 import logging
+import os
+import queue
 import secrets
-import socket
 import threading
 import typing
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import zmq
 
+from weightsync.addresses import bind_host, endpoint, reachable_host, split_address
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigError, EngineLost, TransferError, WeightSyncError, error_from_wire
+from weightsync.errors import ConfigError, TransferError, WeightSyncError, error_from_wire
 
 logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.decode
-
-
-def reachable_host(bind_host: str, peer_host: str = "") -> str:
-    """The address to advertise for a server bound to ``bind_host``: a wildcard becomes this machine's own address.
-
-    With ``peer_host`` it is the local address from which that peer is reached. Raises ConfigError if there is none.
-    """
-    if bind_host not in ("0.0.0.0", "::", "*", ""):
-        return bind_host
-    for target in (peer_host, socket.gethostname(), "localhost"):
-        if not target:
-            continue
-        with contextlib.suppress(OSError):
-            family, _, _, _, sockaddr = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(sockaddr)  # sends nothing: asks the kernel for the route
-                return probe.getsockname()[0]
-    raise ConfigError(f"bind host {bind_host!r}: no address of this machine that others can reach was found")
-
-
-def split_address(address: str) -> tuple[str, str]:
-    """``(endpoint, token)`` of an address; raises ConfigError if it is not one of ours."""
-    endpoint, _, token = address.partition("#")
-    if not endpoint.startswith("tcp://") or not token:
-        raise ConfigError(f"not an address of weightsync (tcp://HOST:PORT#TOKEN): {address.split('#')[0]!r}")
-    return endpoint, token
 
 
 class Dispatcher:
@@ -88,8 +63,9 @@ def read_reply(status: bytes, body: bytes, returns: Any = None) -> Any:
 
 def _public_methods(target: object) -> dict[str, tuple[Any, Any]]:
     methods = {}
-    for name, function in inspect.getmembers(target, inspect.ismethod):
-        if name.startswith("_"):
+    for name, _ in inspect.getmembers(type(target), inspect.isfunction):  # of the class: properties are not read
+        function = getattr(target, name)
+        if name.startswith("_") or not inspect.ismethod(function):
             continue
         hints = typing.get_type_hints(function)
         names = list(inspect.signature(function).parameters)
@@ -98,9 +74,10 @@ def _public_methods(target: object) -> dict[str, tuple[Any, Any]]:
 
 
 class Server:
-    """Serves the public methods of ``target`` from a daemon thread until ``close``.
+    """Serves the public methods of ``target`` from daemon threads until ``close``.
 
-    A method takes no argument or one, annotated with the type to decode it into. Up to ``workers`` run at once.
+    A method takes no argument or one, annotated with the type to decode it into. Up to ``workers`` run at once; further
+    calls wait their turn. Raises ConfigError if it cannot listen on ``host``.
     """
 
     def __init__(self, target: object, *, host: str = "127.0.0.1", token: str = "", workers: int = 4) -> None:
@@ -109,114 +86,193 @@ class Server:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 500
-        if ":" in host:
-            self._router.ipv6 = True
-        bind = {"localhost": "127.0.0.1", "0.0.0.0": "*", "::": "*", "": "*"}.get(host, host)
-        bind = f"[{bind}]" if ":" in bind else bind
         try:
-            port = self._router.bind_to_random_port(f"tcp://{bind}")
-        except zmq.ZMQError as e:
+            port = self._bind(host)
+            self.address = f"{endpoint(reachable_host(host.strip('[]')), port)}#{self._token}"
+        except BaseException:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot listen on host {host!r}: {e}") from e
-        advertised = reachable_host(host)
-        advertised = f"[{advertised}]" if ":" in advertised else advertised
-        self.address = f"tcp://{advertised}:{port}#{self._token}"
-        self._done = self._context.socket(zmq.PULL)
-        self._done.bind("inproc://done")
-        self._local = threading.local()
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="weightsync-rpc")
+            raise
+        self._calls: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # whether ``_wake`` is open
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="weightsync-rpc", daemon=True)
-        self._thread.start()
+        self._workers = [self._start(self._work) for _ in range(workers)]
+        self._thread = self._start(self._serve)
 
     def close(self) -> None:
-        """Stop serving. Calls under way get no answer. Idempotent."""
-        if self._closed.is_set():
-            return
+        """Stop serving. Calls under way are answered with TransferError at once. Idempotent."""
         self._closed.set()
+        self._notify()
         self._thread.join(timeout=5)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in set(self._workers) - {threading.current_thread()}:
+            worker.join(timeout=0.2)  # one inside a method ends, as a daemon, when the method does
+
+    def _bind(self, host: str) -> str:
+        number = bind_host(host)
+        self._router.ipv6 = ":" in number
+        try:
+            self._router.bind(endpoint(number, "*"))  # the kernel chooses the port: none can take it in between
+        except zmq.ZMQError as e:
+            raise ConfigError(f"cannot listen on host {host!r}: {e}") from e
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+
+    def _start(self, function: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=function, name="weightsync-rpc", daemon=True)
+        thread.start()
+        return thread
 
     def _serve(self) -> None:
+        """Owns the socket. ``pending`` are the calls accepted and not yet answered, by peer and call id."""
+        pending: dict[tuple[bytes, bytes], str] = {}
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._done, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
         while not self._closed.is_set():
-            ready = dict(poller.poll(timeout=100))
-            if self._done in ready:
-                self._router.send_multipart(self._done.recv_multipart())
+            ready = dict(poller.poll())
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                self._send_replies(pending)
             if self._router in ready:
-                self._accept(self._router.recv_multipart())
+                self._accept(self._router.recv_multipart(), pending)
+        self._send_replies(pending)
+        for (peer, call_id), method in pending.items():
+            self._refuse(peer, call_id, TransferError(f"{method}: the other side closed before it was done"))
+        for _ in self._workers:
+            self._calls.put(None)
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
         self._router.close()
-        self._done.close()
+        self._context.term()
 
-    def _accept(self, frames: list[bytes]) -> None:
+    def _accept(self, frames: list[bytes], pending: dict[tuple[bytes, bytes], str]) -> None:
         if len(frames) != 5:
             return
-        peer, call_id, token, method, argument = frames
+        peer, call_id, token, method, _ = frames
         if not hmac.compare_digest(token, self._token.encode()):
-            refused = ConfigError("wrong token: the address given does not belong to this server's current run")
-            self._router.send_multipart([peer, call_id, b"error", _encode(refused.to_wire())])
+            why = "wrong token: the address given does not belong to this server's current run"
+            self._refuse(peer, call_id, ConfigError(why))
             return
-        self._pool.submit(self._run, peer, call_id, method.decode(errors="replace"), argument)
+        pending[peer, call_id] = method.decode(errors="replace")
+        self._calls.put(frames)
 
-    def _run(self, peer: bytes, call_id: bytes, method: str, argument: bytes) -> None:
-        status, body = self._dispatcher.handle(method, argument)
-        if not self._closed.is_set():
-            self._reply_socket().send_multipart([peer, call_id, status, body])
+    def _send_replies(self, pending: dict[tuple[bytes, bytes], str]) -> None:
+        while not self._replies.empty():
+            reply = self._replies.get()
+            pending.pop((reply[0], reply[1]), None)
+            self._router.send_multipart(reply)
 
-    def _reply_socket(self) -> zmq.Socket:
-        if not hasattr(self._local, "socket"):
-            self._local.socket = self._context.socket(zmq.PUSH)
-            self._local.socket.linger = 0
-            self._local.socket.connect("inproc://done")
-        return self._local.socket
+    def _refuse(self, peer: bytes, call_id: bytes, error: WeightSyncError) -> None:
+        self._router.send_multipart([peer, call_id, b"error", _encode(error.to_wire())])
+
+    def _work(self) -> None:
+        while (frames := self._calls.get()) is not None and not self._closed.is_set():
+            peer, call_id, _, method, argument = frames
+            self._replies.put([peer, call_id, *self._dispatcher.handle(method.decode(errors="replace"), argument)])
+            self._notify()
+
+    def _notify(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+
+class _Link:
+    """One connection of a client, used by one call at a time; ``monitor`` tells when it drops."""
+
+    def __init__(self, context: zmq.Context, where: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.ipv6 = True
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(where)
+
+    def dropped(self) -> bool:
+        return bool(self.monitor.poll(0))
+
+    def wait(self, timeout_s: float) -> bool:
+        """True if a reply is there. Returns at once, False, if the connection drops."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
+        poller.poll(max(1, int(min(timeout_s, 86400.0) * 1000)))
+        return bool(self.socket.poll(0))
+
+    def close(self) -> None:
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
 
 
 class Client:
-    """Calls one server. Safe from several threads; each thread has its own socket."""
+    """Calls one server. Safe from several threads: each call under way has a connection of its own.
 
-    def __init__(self, address: str, *, what: str = "") -> None:
+    ``what`` names the server in errors, and ``lost`` is the kind of error when its connection drops.
+    """
+
+    def __init__(self, address: str, *, what: str = "", lost: type[WeightSyncError] = TransferError) -> None:
         self._endpoint, self._token = split_address(address)
         self.what = what or self._endpoint
+        self._lost = lost
         self._context = zmq.Context()
-        self._local = threading.local()
-        self._sockets: list[zmq.Socket] = []
+        self._idle: list[_Link] = []
         self._lock = threading.Lock()
+        self._closed = False
 
     def call(self, method: str, argument: Any = None, *, deadline: Deadline, returns: Any = None) -> Any:
         """Call ``method`` and wait until ``deadline``. ``returns`` is the type to decode the result into.
 
-        Raises the server's own WeightSyncError, or TransferTimeout if no answer comes in time.
+        Raises the server's own WeightSyncError, TransferTimeout if no answer comes in time, or ``lost`` at once if the
+        connection drops or this client is closed meanwhile: whether the call was carried out is then unknown.
         """
-        sock, call_id = self._socket(), secrets.token_bytes(8)
+        frames = [secrets.token_bytes(8), self._token.encode(), method.encode(), _encode(argument)]
         try:
-            sock.send_multipart([call_id, self._token.encode(), method.encode(), _encode(argument)])
-            while True:
-                if not sock.poll(timeout=max(1, int(deadline.remaining_s() * 1000))):
-                    raise deadline.error(f"{self.what}: {method}")
-                reply_id, status, body = sock.recv_multipart()
-                if reply_id == call_id:
-                    break
+            link = self._borrow()
+            try:
+                status, body = self._exchange(link, frames, deadline)
+            except BaseException:
+                link.close()
+                raise
         except zmq.ZMQError as e:
-            raise EngineLost(f"{self.what}: {method}: {e}") from e
-        return read_reply(status, body, returns)
+            raise self._lost(f"{self.what}: {method}: {'this client was closed' if self._closed else e}") from e
+        self._give_back(link)
+        try:
+            return read_reply(status, body, returns)
+        except msgspec.MsgspecError as e:
+            raise TransferError(f"{self.what}: {method}: an answer that is not as expected: {e}") from e
 
     def close(self) -> None:
-        """Close the sockets. Idempotent."""
+        """Close the connections; calls under way end with ``lost``. Idempotent."""
         with self._lock:
-            for sock in self._sockets:
-                sock.close(linger=0)
-            self._sockets.clear()
-        self._context.term()
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.close()
+        self._context.term()  # ends every wait, and returns when the callers have closed their connections
 
-    def _socket(self) -> zmq.Socket:
-        if not hasattr(self._local, "socket"):
-            sock = self._context.socket(zmq.DEALER)
-            sock.linger = 0
-            sock.ipv6 = True
-            sock.connect(self._endpoint)
-            self._local.socket = sock
-            with self._lock:
-                self._sockets.append(sock)
-        return self._local.socket
+    def _exchange(self, link: _Link, frames: list[bytes], deadline: Deadline) -> tuple[bytes, bytes]:
+        link.socket.send_multipart(frames)
+        while link.wait(deadline.remaining_s()):
+            call_id, status, body = link.socket.recv_multipart()
+            if call_id == frames[0]:
+                return status, body
+        doing = f"{self.what}: {frames[2].decode()}"
+        if link.dropped():
+            raise self._lost(f"{doing}: the connection dropped, the process at the other end may be gone")
+        raise deadline.error(doing)
+
+    def _borrow(self) -> _Link:
+        with self._lock:
+            while self._idle:
+                link = self._idle.pop()
+                if not link.dropped():
+                    return link
+                link.close()
+            return _Link(self._context, self._endpoint)
+
+    def _give_back(self, link: _Link) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(link)
+                return
+        link.close()
