@@ -3,7 +3,8 @@
     python benchmarks/plan_latency.py [--tensors 10000] [--trainer-ranks 64] [--engine-ranks 64] [--output FILE]
 
 Prints a table and, with --output, writes JSON rows. Making the synthetic input is not counted. ``plan_s`` is everything
-up to the proved plan, over all ranks; ``expand_s`` lists one engine rank's copies, ``regions_s`` one trainer rank's boxes.
+up to the proved plan, over all ranks (``plan_cpu_s``: processor time of it); ``expand_s`` lists one engine rank's
+copies, ``regions_s`` one trainer rank's boxes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import platform
 import resource
 import statistics
 import time
 from pathlib import Path
+
+import msgspec
 
 from weightsync.boxes import dense_strides
 from weightsync.config import Config, EngineConfig
@@ -76,12 +81,13 @@ def measure(num_tensors: int, trainer_ranks: int, engine_ranks: int, replicas: i
     layouts = {"engine": [engine(tensors, rank, engine_ranks) for rank in range(engine_ranks)]}
     devices = {rank: f"GPU-{rank}" for rank in range(trainer_ranks)}
     config = Config(pair="sgl_dtensor_v2", engines=[EngineConfig("engine")])
-    plan_s = []
+    plan_s, cpu_s = [], []
     for _ in range(repeats):
         gc.collect()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         plan = build_plan(exports, rules, layouts, config=config, source_devices=devices)
         plan_s.append(time.perf_counter() - start)
+        cpu_s.append(time.process_time() - cpu_start)
     start = time.perf_counter()
     copies = len(plan.rank_plan("engine", 0).copies)
     expand_s = time.perf_counter() - start
@@ -95,10 +101,13 @@ def measure(num_tensors: int, trainer_ranks: int, engine_ranks: int, replicas: i
         "engine_ranks": engine_ranks,
         "replicas": replicas,
         "plan_s": {"min": min(plan_s), "median": statistics.median(plan_s), "max": max(plan_s), "n": repeats},
+        "plan_cpu_s": statistics.median(cpu_s),
         "expand_s": expand_s,
         "copies_of_rank_0": copies,
         "regions_s": regions_s,
         "regions_of_rank_0": regions,
+        "versions": {"python": platform.python_version(), "msgspec": msgspec.__version__},
+        "cpu_count": os.cpu_count(),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -112,14 +121,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = []
-    print(f"{'tensors':>8} {'ranks':>9} {'replicas':>8} {'plan s':>8} {'expand s':>9} {'copies':>8} {'regions s':>9}")
+    header = ("tensors", "ranks", "replicas", "plan s", "cpu s", "expand s", "copies", "regions s")
+    print("{:>8} {:>9} {:>8} {:>8} {:>7} {:>9} {:>8} {:>9}".format(*header))
     for replicas in (1, 2):
         row = measure(args.tensors, args.trainer_ranks, args.engine_ranks, replicas, args.repeats)
         rows.append(row)
         print(
             f"{row['num_tensors']:>8} {row['trainer_ranks']:>4} x {row['engine_ranks']:<2} {replicas:>8} "
-            f"{row['plan_s']['median']:>8.2f} {row['expand_s']:>9.2f} {row['copies_of_rank_0']:>8} "
-            f"{row['regions_s']:>9.2f}",
+            f"{row['plan_s']['median']:>8.2f} {row['plan_cpu_s']:>7.2f} {row['expand_s']:>9.2f} "
+            f"{row['copies_of_rank_0']:>8} {row['regions_s']:>9.2f}",
             flush=True,
         )
     if args.output:

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import permutations
 from math import prod
 from typing import NamedTuple
-
-import numpy as np
 
 from weightsync.boxes import dense_strides, intersect, show, subtract_all, volume, whole
 from weightsync.spec import Box, Layout, Param
 
-MAX_LISTED_ELEMENTS = 1 << 22
-
-_MAX_ORDERED_DIMS = 4
+MAX_LISTED_ELEMENTS = 1 << 20
 
 
 class Write(NamedTuple):
@@ -83,16 +78,24 @@ def _problem(param: Param, writes: list[Write], must_cover: bool) -> str:
 def boxes_of(shape: tuple[int, ...], writes: Sequence[Write]) -> tuple[tuple[int, ...], list[Box]] | None:
     """Each write as a box of a row-major tensor: ``(shape, boxes)``, or None if some write is not a box.
 
-    Tries the parameter's own shape first, then its dims in other orders, for parameters that are stored transposed; the
-    shape returned is in the order that fits. The writes must lie inside the tensor.
+    Tries the parameter's own shape, then one made of the strides that the writes use: that of a parameter stored
+    transposed, or of one whose even and odd rows come from two tensors. The writes must lie inside the tensor.
     """
-    orders = permutations(range(len(shape))) if len(shape) <= _MAX_ORDERED_DIMS else [tuple(range(len(shape)))]
-    for order in orders:
-        ordered = tuple(shape[d] for d in order)
-        boxes = [_box_of(ordered, write) for write in writes]
-        if None not in boxes:
-            return ordered, boxes
+    for candidate in (shape, _shape_by_strides(prod(shape), writes)):
+        boxes = [_box_of(candidate, write) for write in writes] if candidate else [None]
+        if None not in boxes or not writes:
+            return candidate, [box for box in boxes if box is not None]
     return None
+
+
+def _shape_by_strides(numel: int, writes: Sequence[Write]) -> tuple[int, ...]:
+    """The shape of ``numel`` elements whose row-major strides are those in use; () if they do not nest."""
+    steps = {1, *(s for w in writes for s, n in zip(w.strides, w.size) if n > 1)}
+    ordered = [numel, *sorted(steps, reverse=True)]
+    pairs = list(zip(ordered, ordered[1:]))
+    if any(inner < 1 or outer % inner for outer, inner in pairs):
+        return ()
+    return tuple(outer // inner for outer, inner in pairs)
 
 
 def _box_of(shape: tuple[int, ...], write: Write) -> Box | None:
@@ -146,15 +149,17 @@ def _box_problem(shape: tuple[int, ...], boxes: list[Box], must_cover: bool) -> 
 
 
 def _listed_problem(numel: int, writes: list[Write], must_cover: bool) -> str:
-    times = np.zeros(numel, dtype=np.int64)
+    written, again = bytearray(numel), 0
     for write in writes:
-        places = np.array(write.offset)
+        places = [write.offset]
         for stride, count in zip(write.strides, write.size):
-            places = places[..., None] + np.arange(count) * stride
-        times += np.bincount(places.ravel(), minlength=numel)
-    if (times > 1).any():
-        return f"{int((times > 1).sum())} of its {numel} elements are written more than once"
-    unwritten = int((times == 0).sum())
+            places = [place + i * stride for place in places for i in range(count)]
+        for place in places:
+            again += written[place]
+            written[place] = 1
+    if again:
+        return f"some of its {numel} elements are written more than once"
+    unwritten = numel - sum(written)
     return f"{unwritten} of its {numel} elements are written by nothing" if must_cover and unwritten else ""
 
 

@@ -1,6 +1,6 @@
 """What a plan says about itself: a summary that crosses the wire, and the plain text a person reads.
 
-The driver reads this file, so it imports neither numpy nor torch.
+The driver reads this file, so it must stay free of torch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _by_engine_rank(traffic: list[Traffic]) -> str:
     rows: dict[tuple[str, int, str], list[Traffic]] = defaultdict(list)
     for row in traffic:
         rows[row.engine, row.engine_rank, row.route].append(row)
-    lines = [f"{'engine':<32} {'rank':>4} {'route':>7} {'same GPU':>11} {'elsewhere':>11} {'copies':>8} {'reads from':>12}"]
+    header = ("engine", "rank", "route", "same GPU", "elsewhere", "copies", "reads from")
+    lines = ["{:<32} {:>4} {:>7} {:>11} {:>11} {:>8} {:>12}".format(*header)]
     for (engine, rank, route), reads in rows.items():
         here = sum(r.num_bytes for r in reads if r.same_device)
         away = sum(r.num_bytes for r in reads if not r.same_device)
@@ -112,11 +113,12 @@ def _floor(summary: PlanSummary) -> str:
     if floor is None:
         return "physical floor: no claim, an end of the copies is in host memory"
     local, inward, _ = _by_place(summary.traffic)
+    inside, from_peers = (size(max(places.values(), default=0)) for places in (local, inward))
     return (
-        f"physical floor: {floor * 1e3:.2f} ms, the busiest GPU decides: at most {size(max(local.values(), default=0))} "
-        f"inside one GPU,\nat most {size(max(inward.values(), default=0))} from peers into one engine rank. Assumed: "
-        f"{SAME_GPU_BYTES_PER_S / 1e12:.1f} TB/s read plus write inside a GPU\n(each byte counts twice), "
-        f"{PEER_BYTES_PER_S / 1e9:.0f} GB/s from a peer; both measured on H200"
+        f"physical floor: {floor * 1e3:.2f} ms; the busiest GPU decides: at most {inside} inside one GPU,\n"
+        f"at most {from_peers} from peers into one engine rank\n"
+        f"assumed, measured on H200: {SAME_GPU_BYTES_PER_S / 1e12:.1f} TB/s read plus write inside a GPU (each byte "
+        f"counts twice),\n{PEER_BYTES_PER_S / 1e9:.0f} GB/s from a peer GPU"
     )
 
 

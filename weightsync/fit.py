@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple
@@ -38,23 +38,27 @@ def dtype_bytes(dtype: str) -> int:
     return max(1, int(bits.group()) // 8) if bits else 1
 
 
-def check_dtype(source: SourceTensor, dtype: str, exported: bool) -> str:
-    """A note if the publisher must cast ``source`` to ``dtype``, else "". Raises PlanError where a cast would be wrong.
+def check_dtypes(sources: Iterable[SourceTensor], dtypes: dict[str, str], exported: bool) -> list[str]:
+    """Notes on what the publisher must cast to reach ``dtypes`` (by trainer tensor). Raises PlanError where it cannot.
 
     ``exported``: the memory already exists, so its dtype is final.
     """
-    name, has = source.spec.name, source.spec.dtype
-    if has == dtype:
-        return ""
-    if dtype_kind(has) != dtype_kind(dtype) or dtype_kind(dtype) == "quantised":
-        raise PlanError(
-            f"{name} is {has} on the trainer and {dtype} in the engine: that takes more than a cast", tensor=name
-        )
-    if exported:
-        raise PlanError(
-            f"{name} was exported as {has}, and the engine needs {dtype}: export it with needed_dtypes()", tensor=name
-        )
-    return f"cast by the publisher: {has} to {dtype}"
+    casts: Counter[str] = Counter()
+    for source in sources:
+        name, has, wants = source.spec.name, source.spec.dtype, dtypes[source.inputs[0]]
+        if has == wants:
+            continue
+        if dtype_kind(has) != dtype_kind(wants) or dtype_kind(wants) == "quantised":
+            raise PlanError(
+                f"{name} is {has} on the trainer and {wants} in the engine: that takes more than a cast", tensor=name
+            )
+        if exported:
+            raise PlanError(
+                f"{name} was exported as {has}, and the engine needs {wants}: export it as needed_dtypes says",
+                tensor=name,
+            )
+        casts[f"{has} to {wants}"] += 1
+    return [f"{count} tensors are cast by the publisher, {cast}" for cast, count in casts.items()]
 
 
 def check_boxes(source: SourceTensor, wanted: Iterable[Wanted], readers: list[Reader]) -> None:
@@ -146,8 +150,9 @@ def _message(homeless: list[str], sourceless: list[str]) -> str:
     heads = [name for name in homeless if name.endswith("lm_head.weight")]
     if heads:
         lines.append(
-            f"hint: an engine that ties its head to its embedding ignores {heads[0]}. If the trainer ties them too, add "
-            f"'{re.escape(heads[0])}' to leave_out; if its head is a tensor of its own, the engine's model is another one"
+            f"hint: an engine that ties its head to its embedding ignores {heads[0]}. If the trainer's head is the "
+            f"same tensor as its embedding, add '{re.escape(heads[0])}' to leave_out; if not, the engine serves "
+            "another model"
         )
     if homeless and not heads:
         lines.append("hint: rename: gives tensors the engine's names, leave_out: names those that no engine should get")

@@ -1,21 +1,22 @@
 """The planner: shards through rules, intersected with needs, gives the copies of a push. Runs in the actor, on a CPU.
 
-Everything up to the templates is done once, with coverage proved; the copies of an engine rank are listed when asked for.
+Everything up to the templates is done once, with coverage proved; copies of an engine rank are listed when asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from math import prod
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from weightsync.config import Config
 from weightsync.explain import PlanSummary
-from weightsync.fit import Reader, check_boxes, check_dtype, check_fit, dtype_bytes
+from weightsync.fit import Reader, check_boxes, check_dtypes, check_fit, dtype_bytes
 from weightsync.sources import (
     Sources,
     SourceTensor,
@@ -25,18 +26,11 @@ from weightsync.sources import (
     offered,
     renamed,
 )
-from weightsync.spec import Copy, Layout, Need, RankPlan, Rule, Shard, SourceRegion, Traffic, View
-from weightsync.templates import Part, Template, Wanted, build_template, unread
+from weightsync.spec import Copy, Layout, Need, RankPlan, Rule, Shard, SourceRegion, View
+from weightsync.tally import PlannedTensor, count_traffic, unread_notes
+from weightsync.templates import Part, Template, Wanted, build_template
 
 __all__ = ["Plan", "PlanSummary", "build_plan", "distinct_rules", "needed_dtypes", "offered", "renamed"]
-
-
-class PlannedTensor(NamedTuple):
-    """One Hugging Face tensor that some engine needs. ``itemsize``: bytes an element where it lands."""
-
-    source: SourceTensor
-    template: Template
-    itemsize: int
 
 
 class Plan:
@@ -69,7 +63,7 @@ class Plan:
         return RankPlan(engine, rank, copies, layout.needs, layout.fills)
 
     def regions(self, trainer_rank: int) -> list[SourceRegion]:
-        """The boxes that a trainer rank fingerprints: each box it is read by once, however many engine ranks read it."""
+        """The boxes that a trainer rank fingerprints: each once, however many engine ranks read it."""
         regions = []
         for tensor in self._tensors.values():
             holders = tensor.source.holders
@@ -127,20 +121,33 @@ def build_plan(
 ) -> Plan:
     """Plan a push and prove that it covers every engine parameter.
 
-    ``exports``: by trainer rank, its shards; shards with ``segment`` -1 are planned as if cast to what the engine needs.
+    ``exports``: by trainer rank, its shards; if no memory is exported yet, casts that the engine needs are only noted.
     ``layouts``: by engine, its ranks. ``source_devices`` and ``source_hosts``: by trainer rank, the GPU's UUID ("" for
     host memory) and the host; of several replicas the nearest is read, and equally near ones take turns.
 
     Raises PlanError naming tensors without a home and parameters without a source, or the shape or dtype that differs.
     """
+    with _collector_paused():
+        return _build(exports, rules, layouts, config, source_devices, source_hosts or {})
+
+
+def _build(
+    exports: dict[int, list[Shard]],
+    rules: list[Rule],
+    layouts: dict[str, list[Layout]],
+    config: Config,
+    source_devices: dict[int, str],
+    source_hosts: dict[int, str],
+) -> Plan:
     readers = [Reader(engine, layout) for engine, ranks in layouts.items() for layout in ranks]
     dtypes = needed_dtypes(layouts, rules, config.rename)
     sources = map_sources(exports, rules, config.rename, config.leave_out)
-    tiers = [_tiers(reader.layout, sorted(exports), source_devices, source_hosts or {}) for reader in readers]
+    tiers = [_tiers(reader.layout, sorted(exports), source_devices, source_hosts) for reader in readers]
     tensors = _plan_tensors(sources, readers, dtypes, tiers)
     unread_buffers = check_fit(sources, {n: t.template for n, t in tensors.items()}, readers, config.constants)
     exported = any(shard.segment >= 0 for shard in chain.from_iterable(exports.values()))
-    traffic = _traffic(tensors, readers, tiers, config.route)
+    casts = check_dtypes((t.source for t in tensors.values()), dtypes, exported)
+    traffic = count_traffic(tensors, readers, tiers, config.route)
     devices = [*(source_devices.get(row.trainer_rank) for row in traffic), *(r.layout.device for r in readers)]
     summary = PlanSummary(
         route=config.route,
@@ -150,13 +157,25 @@ def build_plan(
         traffic=traffic,
         host_memory=not all(devices),
         left_out=sources.left_out,
-        constants=_distinct(r.layout.constants for r in readers),
-        derived=_distinct(r.layout.derived for r in readers),
+        constants=list(dict.fromkeys(name for r in readers for name in r.layout.constants)),
+        derived=list(dict.fromkeys(name for r in readers for name in r.layout.derived)),
         opaque={name: reason for r in readers for name, reason in r.layout.opaque.items()},
         ignored=unread_buffers,
-        notes=_cast_notes(tensors, dtypes, exported) + _unread_notes(tensors, readers),
+        notes=casts + unread_notes(tensors, readers),
     )
     return Plan(tensors, readers, dtypes, summary)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Planning makes millions of tuples and no cycles: looking for cycles was a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _plan_tensors(
@@ -206,49 +225,3 @@ def _tiers(layout: Layout, ranks: list[int], devices: dict[int, str], hosts: dic
         same_host = bool(layout.host) and hosts.get(rank) == layout.host
         tiers[rank] = 0 if layout.device and devices.get(rank) == layout.device else 1 if same_host else 2
     return tiers
-
-
-def _traffic(
-    tensors: dict[str, PlannedTensor], readers: list[Reader], tiers: list[dict[int, int]], route: str
-) -> list[Traffic]:
-    uses = Counter((id(t.template), t.itemsize) for t in tensors.values())
-    templates = {id(t.template): t.template for t in tensors.values()}
-    num_bytes: Counter[tuple[int, int]] = Counter()
-    num_copies: Counter[tuple[int, int]] = Counter()
-    for (template, itemsize), count in uses.items():
-        for pair, (elements, copies) in templates[template].traffic.items():
-            num_bytes[pair] += elements * itemsize * count
-            num_copies[pair] += copies * count
-    rows = []
-    for number, rank in sorted(num_bytes):
-        engine, layout = readers[number]
-        pair = (number, rank)
-        same_device = tiers[number][rank] == 0
-        rows.append(Traffic(engine, layout.rank, rank, route, num_bytes[pair], num_copies[pair], same_device))
-    return rows
-
-
-def _cast_notes(tensors: dict[str, PlannedTensor], dtypes: dict[str, str], exported: bool) -> list[str]:
-    casts = Counter(check_dtype(t.source, dtypes[t.source.inputs[0]], exported) for t in tensors.values())
-    return [f"{count} tensors are {cast}" for cast, count in casts.items() if cast]
-
-
-def _unread_notes(tensors: dict[str, PlannedTensor], readers: list[Reader]) -> list[str]:
-    """Tensors of which an engine reads only a part, all its ranks together."""
-    known: dict[int, dict[str, int]] = {}
-    notes = []
-    for name, tensor in tensors.items():
-        shape, template = tensor.source.spec.shape, tensor.template
-        if id(template) not in known:
-            boxes = defaultdict(list)
-            for need in template.wanted:
-                boxes[readers[need.reader].engine].append(need.box)
-            known[id(template)] = {engine: unread(shape, read) for engine, read in boxes.items()}
-        for engine, elements in known[id(template)].items():
-            if elements:
-                notes.append(f"{name}: engine {engine} does not read {elements} of its {prod(shape)} elements")
-    return notes
-
-
-def _distinct(names: Iterable[list[str]]) -> list[str]:
-    return list(dict.fromkeys(chain.from_iterable(names)))

@@ -64,7 +64,7 @@ class SourceTensor:
 
 @dataclass(slots=True)
 class Sources:
-    """All that the trainer gives. ``unmapped`` are its tensors (no buffers) that no rule maps; ``left_out`` as asked."""
+    """All that the trainer gives. ``unmapped``: its tensors (not buffers) that no rule maps; ``left_out``: as asked."""
 
     tensors: dict[str, SourceTensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -184,7 +184,7 @@ def _check_agreement(name: str, layout: tuple) -> None:
                 f"{name} is {dtype0} {list(shape0)} on trainer rank {rank0} and {dtype} {list(shape)} on rank {rank}",
                 tensor=name,
             )
-        fits = all(0 <= o and o + n <= m for o, n, m in zip(box.offset, box.size, shape) if n)
+        fits = all(o >= 0 and o + n <= m for o, n, m in zip(box.offset, box.size, shape) if n)
         if not (len(box.size) == len(box.offset) == len(strides) == len(shape) and fits):
             raise PlanError(f"{name}: shard {box} of trainer rank {rank} does not fit {list(shape)}", tensor=name)
 

@@ -39,8 +39,10 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Template:
-    """``wanted``: what was asked. ``parts``: by reader, one list a need in order. ``regions``: by trainer rank, distinct. ``traffic``: elements and
-    copies by (reader, trainer rank). ``missing``: needed boxes that no source has, with their reader.
+    """The copies of all tensors that lie alike.
+
+    ``wanted``: what was asked. ``parts``: by reader, one list a need in order. ``regions``: by trainer rank, distinct.
+    ``traffic``: elements and copies by (reader, trainer rank). ``missing``: (reader, box) that no source has.
     """
 
     wanted: list[Wanted]
