@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +32,7 @@ class EnvConfig(Struct):
 
 
 class RenameConfig(Struct):
-    """A rule on tensor names: the regular expression ``pattern`` is replaced by ``to`` (as by ``re.sub``, first match)."""
+    """A rule on tensor names: what the regular expression ``pattern`` finds first becomes ``to``, as by ``re.sub``."""
 
     pattern: str
     to: str
@@ -41,6 +43,9 @@ class EngineConfig(Struct):
 
     url: str
     api_key: str = ""
+
+    def __repr__(self) -> str:
+        return f"EngineConfig(url={self.url!r}, api_key={'<hidden>' if self.api_key else ''!r})"
 
 
 class Config(Struct):
@@ -75,15 +80,20 @@ class Config(Struct):
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "timeout_s", "connect_timeout_s"):
             value = getattr(self, name)
-            if value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} must be positive, got {value}")
         if self.arena_bytes < 0:
-            raise ValueError(f"arena_bytes must be 0 (no limit) or positive, got {self.arena_bytes}")
+            raise ConfigError(f"arena_bytes must be 0 (no limit) or positive, got {self.arena_bytes}")
         for pattern in [*(r.pattern for r in self.rename), *self.constants, *self.leave_out]:
             try:
                 re.compile(pattern)
             except re.error as e:
-                raise ValueError(f"not a regular expression: {pattern!r} ({e})") from None
+                raise ConfigError(f"not a regular expression: {pattern!r} ({e})") from None
+        urls = [engine.url.rstrip("/") for engine in self.engines]
+        for kind, addresses in (("engine", urls), ("publisher", [p.partition("#")[0] for p in self.publishers])):
+            twice = sorted({a for a in addresses if addresses.count(a) > 1})
+            if twice:
+                raise ConfigError(f"{kind} named twice: {', '.join(twice)}")
 
 
 def load_config(source: str | Path | dict[str, Any] | Config) -> Config:
@@ -91,8 +101,8 @@ def load_config(source: str | Path | dict[str, Any] | Config) -> Config:
 
     Raises ConfigError that names the key, its value, and for an unknown key the nearest valid one.
     """
-    if isinstance(source, Config):
-        return source
+    if isinstance(source, Config):  # checked like the rest: a struct's constructor does not check types
+        return _convert(msgspec.to_builtins(source), "configuration")
     if isinstance(source, dict):
         return _convert(source, "configuration")
     try:
@@ -107,24 +117,46 @@ def load_config(source: str | Path | dict[str, Any] | Config) -> Config:
 def _convert(raw: Any, where: str) -> Config:
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: expected a mapping of keys, got {type(raw).__name__}")
-    unknown = [k for k in raw if k not in Config.__struct_fields__]
-    if unknown:
-        near = difflib.get_close_matches(str(unknown[0]), Config.__struct_fields__, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; valid keys: {', '.join(Config.__struct_fields__)}"
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}{hint}")
+    for path, part, kind in _parts(raw):
+        valid = kind.__struct_fields__
+        for key in part:
+            if key not in valid:
+                near = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+                raise ConfigError(f"{where}: unknown key {path}{key}; {hint}")
     try:
-        return msgspec.convert(raw, Config)
+        config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{where}: {_with_value(str(e), raw)}") from e
+        raise ConfigError(f"{where}: {_with_value(str(e), raw)}") from None
+    for engine in config.engines:
+        if not re.match(r"https?://[^/]", engine.url):
+            raise ConfigError(f"{where}: an engine's url must be like http://HOST:PORT, got {engine.url!r}")
+    return config
+
+
+def _parts(raw: dict) -> Iterator[tuple[str, dict, type[Struct]]]:
+    """Every mapping with fixed keys in a configuration: its path, itself and the struct that it becomes."""
+    yield "", raw, Config
+    for name, kind in (("engines", EngineConfig), ("rename", RenameConfig)):
+        entries = raw.get(name)
+        for i, part in enumerate(entries if isinstance(entries, list) else []):
+            if isinstance(part, dict):
+                yield f"{name}[{i}].", part, kind
+    environments = raw.get("envs")
+    for name, part in environments.items() if isinstance(environments, dict) else ():
+        if isinstance(part, dict):
+            yield f"envs.{name}.", part, EnvConfig
 
 
 def _with_value(message: str, raw: dict) -> str:
-    """msgspec's message, which names the path but not the value, with the value added."""
+    """msgspec's message, which names the path but not the value, with the value added if it is one and no secret."""
     match = re.search(r"at `\$((?:\.\w+|\[\d+\])+)`", message)
+    parts = re.findall(r"\w+", match.group(1)) if match else []
     value: Any = raw
-    for part in re.findall(r"\w+", match.group(1)) if match else []:
+    for part in parts:
         try:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, TypeError):
             return message
-    return f"{message} (value: {value!r})" if match else message
+    shown = match is not None and not isinstance(value, dict | list) and parts[-1] != "api_key"
+    return f"{message} (value: {value!r})" if shown else message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from weightsync.errors import TransferTimeout
 
@@ -24,11 +25,11 @@ class Deadline:
     def passed(self) -> bool:
         return time.monotonic() >= self._at
 
-    def check(self, doing: str, **where: object) -> None:
+    def check(self, doing: str, **where: Any) -> None:
         """Raise TransferTimeout, naming ``doing``, if the time is up."""
         if self.passed():
             raise self.error(doing, **where)
 
-    def error(self, doing: str, **where: object) -> TransferTimeout:
+    def error(self, doing: str, **where: Any) -> TransferTimeout:
         """The error for this deadline; ``where`` are WeightSyncError's keyword arguments."""
         return TransferTimeout(f"{doing}: no answer within {self.timeout_s:g} s ({self.what})", **where)

@@ -1,15 +1,15 @@
-"""The error tree. Every failure that leaves weightsync is one of these; foreign exceptions are translated where they arise.
+"""The error tree. Every failure that leaves weightsync is one of these; foreign exceptions are translated at the edge.
 
-    WeightSyncError
-    ├── ConfigError        a value, key, option or token is wrong; nothing was started or moved
-    ├── EnvError           an environment is missing, half-built or of the wrong Python or Ray
-    ├── PlanError          tensors without a home, parameters without a source, shapes or dtypes that do not fit
-    ├── StaleVersion       the step asked for is not newer than what the engines hold
-    ├── TransferError      the move failed, or a source changed while it was read
-    │   └── TransferTimeout    a wait reached its deadline
-    ├── EngineRejected     an engine answered, and said no
-    ├── EngineLost         an engine does not answer, dropped the connection, or was restarted
-    └── VerifyMismatch     an engine's live memory is not what the trainer published
+WeightSyncError
+├── ConfigError        a value, key, option or token is wrong; nothing was started or moved
+├── EnvError           an environment is missing, half-built or of the wrong Python or Ray
+├── PlanError          tensors without a home, parameters without a source, shapes or dtypes that do not fit
+├── StaleVersion       the step asked for is not newer than what the engines hold
+├── TransferError      the move failed, or a source changed while it was read
+│   └── TransferTimeout    a wait reached its deadline
+├── EngineRejected     an engine answered, and said no
+├── EngineLost         an engine does not answer, dropped the connection, or was restarted
+└── VerifyMismatch     an engine's live memory is not what the trainer published
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ __all__ = [
     "WeightSyncError",
     "error_from_wire",
 ]
+
+
+_FIELDS = ("message", "engine", "rank", "tensor", "phase", "safe_to_retry", "report")
 
 
 class WeightSyncError(Exception):
@@ -64,12 +67,12 @@ class WeightSyncError(Exception):
         prefix = f"[{', '.join(where)}] " if where else ""
         return f"{prefix}{self.message}"
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return (error_from_wire, (self.to_wire(),))
 
     def to_wire(self) -> dict:
         """The error as plain values; ``error_from_wire`` is the inverse."""
-        return {"type": type(self).__name__, **self.__dict__}
+        return {"type": type(self).__name__, **{name: getattr(self, name) for name in _FIELDS}}
 
 
 class ConfigError(WeightSyncError, ValueError):
@@ -109,9 +112,10 @@ class VerifyMismatch(WeightSyncError):
 
 
 def error_from_wire(wire: dict) -> WeightSyncError:
-    """The error that ``to_wire`` described; an unknown type (a newer peer) becomes a plain WeightSyncError."""
-    fields = dict(wire)
-    kind = globals().get(fields.pop("type", ""), WeightSyncError)
+    """The error that ``to_wire`` described. From a newer peer: an unknown type becomes a plain WeightSyncError, and
+    fields that are unknown here are dropped.
+    """
+    kind = globals().get(wire.get("type", ""), WeightSyncError)
     if not (isinstance(kind, type) and issubclass(kind, WeightSyncError)):
         kind = WeightSyncError
-    return kind(fields.pop("message"), **fields)
+    return kind(**{name: wire[name] for name in _FIELDS if name in wire})
