@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from dataclasses import dataclass, field
@@ -11,27 +12,28 @@ from weightsync.config import Config, EngineConfig
 from weightsync.deadline import Deadline
 from weightsync.engines import Engine, EngineInfo
 from weightsync.engines.sglang import SglangEngine
-from weightsync.errors import ConfigError, EngineLost, WeightSyncError
+from weightsync.errors import ConfigError, EngineLost, PlanError, WeightSyncError
 from weightsync.rpc import Client
 from weightsync.spec import EngineReport, Layout, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 PING_S = 2.0
 
 
 class Inbox:
-    """Where receivers announce themselves. Served by the actor's own rpc server; ``wait`` is for the actor's threads."""
+    """Where receivers announce themselves. ``Doorbell`` is what they call; ``wait`` is for the actor's own threads."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
         self._announced: dict[str, dict[int, wire.Announcement]] = {}
 
-    def announce(self, announcement: wire.Announcement) -> None:
-        """Called by a receiver, once an attach."""
+    def put(self, announcement: wire.Announcement) -> None:
         with self._arrived:
             self._announced.setdefault(announcement.session, {})[announcement.tp_rank] = announcement
             self._arrived.notify_all()
 
-    def _wait(self, session: str, count: int, deadline: Deadline) -> list[wire.Announcement]:
+    def wait(self, session: str, count: int, deadline: Deadline) -> list[wire.Announcement]:
         """The ``count`` announcements of a session, by TP rank; TransferTimeout says which ranks are missing."""
         with self._arrived:
             complete = self._arrived.wait_for(
@@ -42,6 +44,21 @@ class Inbox:
             missing = [r for r in range(count) if r not in announced]
             raise deadline.error(f"the receivers of TP rank(s) {missing} did not announce themselves")
         return [announced[r] for r in range(count)]
+
+
+class Doorbell:
+    """The methods that receivers call at the actor's own rpc server."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+
+    def announce(self, announcement: wire.Announcement) -> None:
+        """A receiver was attached, or says why it could not be."""
+        self._inbox.put(announcement)
+
+    def unknown(self, announcement: wire.Announcement) -> None:
+        """A receiver was sent a pull of a session that it does not know: its process is not the one attached."""
+        logger.warning("boot %s does not know session %s", announcement.boot_id, announcement.session)
 
 
 @dataclass
@@ -99,7 +116,10 @@ class EngineLink:
             self.client.update(payloads, wire.LOADER, deadline)
         finally:
             self.client.end(deadline)
-        announced = inbox._wait(self._session, self.info.tp_size, deadline)
+        announced = inbox.wait(self._session, self.info.tp_size, deadline)
+        for a in announced:
+            if a.error:
+                raise PlanError(f"its needs could not be traced: {a.error}", engine=self.url, rank=a.tp_rank)
         self._boot_ids = [a.boot_id for a in announced]
         self._receivers = [
             Client(a.address, what=f"receiver of {self.url} TP rank {a.tp_rank}") for a in announced

@@ -11,7 +11,7 @@ from weightsync.config import Config, EngineConfig
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, StaleVersion, WeightSyncError
 from weightsync.fanout import Fanout
-from weightsync.fleet import EngineLink, Inbox, lost
+from weightsync.fleet import Doorbell, EngineLink, Inbox, lost
 from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
 from weightsync.push import Push
 from weightsync.routes import PullRoute, Route
@@ -31,7 +31,7 @@ class Session:
         self._lock = threading.RLock()
         self._fanout = Fanout("engines")
         self._inbox = Inbox()
-        self._server = Server(self._inbox, host=config.bind_host)
+        self._server = Server(Doorbell(self._inbox), host=config.bind_host)
         self._links: list[EngineLink] = []
         self._routes: dict[str, Route] = {}
         self._exports: dict[int, Export] = {}
