@@ -18,12 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import (
-    StorageWeakRef,
-    rebuild_storage_filename,
-    rebuild_tensor,
-    rebuild_typed_storage,
-)
+from torch.multiprocessing.reductions import rebuild_storage_filename, rebuild_tensor, rebuild_typed_storage
 
 from weightsync.errors import ConfigError
 from weightsync.spec import TensorSpec
@@ -119,26 +114,25 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class Arena:
-    """``nbytes`` of host memory that other processes can map: a file in shared memory that torch itself manages.
+    """``nbytes`` of host memory that other processes can map: a file in shared memory, made by torch.
 
-    ``tensor`` is uint8, 1-D. A payload of it stays readable until the engine has opened it, even after ``close``, which
-    removes the file. Processes that still map it keep their mapping.
+    ``tensor`` is uint8, 1-D. ``close`` removes the file; processes that map it, and views of ``tensor``, keep the memory
+    until they let go. A payload that was not opened before that cannot be opened any more.
     """
 
     def __init__(self, nbytes: int) -> None:
         storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
+        # Torch counts the file's users, and the last one to go removes it; a process that finds it gone already aborts.
+        # With one user too many it is never the last, so that removing the file is ours alone, at any time.
+        storage._shared_incref()
         self._path = os.path.join("/dev/shm", storage._share_filename_cpu_()[1].decode().lstrip("/"))
-        self.tensor = torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes]
+        self.tensor: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes]
 
     def close(self) -> None:
-        """Give the memory back. Views of ``tensor`` that are still about keep it until they go. Idempotent."""
-        if self.tensor is None:
-            return
-        storage = StorageWeakRef(self.tensor.untyped_storage())
-        self.tensor = None
-        if storage.expired():  # else torch removes the file with the last view, and would fail if it were gone by then
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+        """Remove the file and let go of the memory. Idempotent."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
 
 
 def views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
@@ -163,7 +157,7 @@ def share_by_file(flat: torch.Tensor) -> tuple[Callable[..., Any], tuple]:
     """Share a view of an Arena: the engine maps the same pages. Both must see the same /dev/shm and /tmp."""
     storage = flat.untyped_storage()
     manager, handle, nbytes = storage._share_filename_cpu_()
-    storage._shared_incref()  # the engine drops this reference when it opens the payload
+    storage._shared_incref()  # whoever opens the payload counts one down for it
     mapped = _Call(rebuild_storage_filename, (torch.UntypedStorage, manager, handle, nbytes))
     typed = _Call(rebuild_typed_storage, (mapped, torch.uint8))
     layout = (flat.storage_offset(), tuple(flat.shape), flat.stride(), False)
