@@ -46,7 +46,9 @@ def test_intersection_holds_the_elements_of_both(pair: tuple[Box, Box]) -> None:
 def test_difference_is_disjoint_and_exact(pair: tuple[Box, Box]) -> None:
     a, b = pair
     rest = boxes.subtract(a, b)
-    assert (sum((mask(box).astype(int) for box in rest), np.zeros((SPACE,) * len(a.size), int)) == (mask(a) & ~mask(b))).all()
+    assert (
+        sum((mask(box).astype(int) for box in rest), np.zeros((SPACE,) * len(a.size), int)) == (mask(a) & ~mask(b))
+    ).all()
     assert all(boxes.volume(box) for box in rest)
 
 
@@ -66,7 +68,7 @@ def test_a_box_is_shown_as_slices() -> None:
     assert boxes.show(Box((0, 3), (4, 5))) == "[0:4, 3:8]"
 
 
-# A stacked, transposed expert tensor [expert, in, out]: expert 2 is a Hugging Face tensor [out, in], with a row of padding.
+# A stacked, transposed expert tensor [expert, in, out]: expert 2 is a Hugging Face tensor [out, in].
 EXPERTS = Rule("experts", Box((2, 0, 0), (1, 4, 5)), "experts.2.weight", (5, 4), (0, 0), (2, 1))
 
 

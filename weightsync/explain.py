@@ -53,21 +53,17 @@ def floor_s(summary: PlanSummary) -> float | None:
     """
     if summary.host_memory:
         return None
-    local, inward, outward = _by_place(summary.traffic)
-    times = [2 * n / SAME_GPU_BYTES_PER_S for n in local.values()]
-    times += [n / PEER_BYTES_PER_S for n in (*inward.values(), *outward.values())]
-    return max(times, default=0.0)
+    return max(2 * _busiest(summary, True) / SAME_GPU_BYTES_PER_S, _busiest(summary, False) / PEER_BYTES_PER_S)
 
 
-def _by_place(traffic: list[Traffic]) -> tuple[dict, dict, dict]:
-    local, inward, outward = defaultdict(int), defaultdict(int), defaultdict(int)
-    for row in traffic:
-        if row.same_device:
-            local[row.trainer_rank] += row.num_bytes
-        else:
-            inward[row.engine, row.engine_rank] += row.num_bytes
-            outward[row.trainer_rank] += row.num_bytes
-    return local, inward, outward
+def _busiest(summary: PlanSummary, same_device: bool) -> int:
+    """The most bytes that one engine rank takes in or one trainer rank gives, inside its GPU or between GPUs."""
+    num_bytes: dict[tuple, int] = defaultdict(int)
+    for row in summary.traffic:
+        if row.same_device == same_device:
+            num_bytes["engine", row.engine, row.engine_rank] += row.num_bytes
+            num_bytes["trainer", row.trainer_rank] += row.num_bytes
+    return max(num_bytes.values(), default=0)
 
 
 def _head(summary: PlanSummary) -> str:
@@ -112,11 +108,10 @@ def _floor(summary: PlanSummary) -> str:
     floor = floor_s(summary)
     if floor is None:
         return "physical floor: no claim, an end of the copies is in host memory"
-    local, inward, _ = _by_place(summary.traffic)
-    inside, from_peers = (size(max(places.values(), default=0)) for places in (local, inward))
+    inside, between = size(_busiest(summary, True)), size(_busiest(summary, False))
     return (
         f"physical floor: {floor * 1e3:.2f} ms; the busiest GPU decides: at most {inside} inside one GPU,\n"
-        f"at most {from_peers} from peers into one engine rank\n"
+        f"at most {between} from or to peers\n"
         f"assumed, measured on H200: {SAME_GPU_BYTES_PER_S / 1e12:.1f} TB/s read plus write inside a GPU (each byte "
         f"counts twice),\n{PEER_BYTES_PER_S / 1e9:.0f} GB/s from a peer GPU"
     )
