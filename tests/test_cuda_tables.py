@@ -1,0 +1,94 @@
+"""Copy tables: what merges, what is cut, what is refused. The addresses are of CPU tensors, never read here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.errors import TransferError
+from weightsync.transports.cuda_tables import (
+    CHUNK_BYTES,
+    Piece,
+    canonical,
+    chunks_of,
+    merge,
+    split,
+    tiles_of,
+)
+
+BYTE = torch.int8
+
+
+def test_dims_contiguous_in_both_become_one() -> None:
+    assert canonical((2, 3, 4), (12, 4, 1), (12, 4, 1)) == ((24,), (1,), (1,))
+    assert canonical((2, 3, 4), (12, 4, 1), (24, 8, 1)) == ((6, 4), (4, 1), (8, 1))
+    assert canonical((3, 4), (4, 1), (1, 3)) == ((3, 4), (4, 1), (1, 3))
+    assert canonical((1, 5, 1), (9, 1, 3), (7, 1, 2)) == ((5,), (1,), (1,))
+    assert canonical((), (), ()) == ((), (), ())
+
+
+def test_dims_merge_whatever_their_order_in_the_tensor() -> None:
+    assert canonical((4, 3), (1, 4), (1, 4)) == ((12,), (1,), (1,))
+
+
+def test_neighbours_in_both_source_and_target_join() -> None:
+    pieces = [Piece(100, 900, 10, BYTE, BYTE), Piece(110, 910, 5, BYTE, BYTE), Piece(115, 990, 5, BYTE, BYTE)]
+    assert merge(reversed(pieces)) == [Piece(100, 900, 15, BYTE, BYTE), Piece(115, 990, 5, BYTE, BYTE)]
+
+
+def test_pieces_of_another_cast_do_not_join() -> None:
+    pieces = [Piece(100, 900, 4, torch.bfloat16, torch.float32), Piece(108, 916, 4, torch.bfloat16, torch.float16)]
+    assert merge(pieces) == pieces
+
+
+def test_consecutive_rows_become_one_piece() -> None:
+    source, target = torch.zeros(8, 16), torch.zeros(8, 16)
+    pieces, boxes = split([(target[i], source[i]) for i in (2, 0, 1)])
+    assert pieces == [Piece(target.data_ptr(), source.data_ptr(), 3 * 16 * 4, BYTE, BYTE)]
+    assert boxes == []
+
+
+def test_transposed_experts_share_one_launch() -> None:
+    source, target = torch.zeros(4, 32, 64), torch.zeros(4, 64, 32)
+    pieces, boxes = split([(target[e], source[e].t()) for e in range(4)])
+    assert pieces == []
+    assert len(boxes) == 1
+    assert (boxes[0].target_unit, boxes[0].source_unit, boxes[0].rows.shape) == (1, 0, (4, 8))
+
+
+def test_a_cast_that_copying_cannot_do_is_refused() -> None:
+    with pytest.raises(TransferError, match=r"int32.*bfloat16.*arena"):
+        split([(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32))])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(1, 300_000)), min_size=1, max_size=5
+    )
+)
+def test_chunks_cover_each_byte_once(parts: list[tuple[int, int, int]]) -> None:
+    spaced = [Piece(t + (i << 30), s + (i << 40), n, BYTE, BYTE) for i, (t, s, n) in enumerate(parts)]
+    ranges = []
+    for (read, write, vector), table in chunks_of(spaced).items():
+        assert read == write
+        for source, target, count in table.tolist():
+            assert 0 < count * read.itemsize <= CHUNK_BYTES
+            if vector > 1:
+                assert source % 16 == target % 16 == count % vector == 0
+            assert source % read.itemsize == target % read.itemsize == 0
+            ranges.append((target, source, count * read.itemsize))
+    assert merge([Piece(*r, BYTE, BYTE) for r in ranges]) == merge(spaced)
+    assert sum(r[2] for r in ranges) == sum(p.length for p in spaced)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=6))
+def test_tiles_cover_each_box_once(shapes: list[tuple[int, int]]) -> None:
+    rows, cols = torch.tensor(shapes).unbind(1)
+    seen = [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
+    for box, row, col in tiles_of(rows, cols, 32, 64).tolist():
+        assert row < shapes[box][0]
+        assert col < shapes[box][1]
+        seen[box][row : row + 32, col : col + 64] += 1
+    assert all(bool(s.eq(1).all()) for s in seen)

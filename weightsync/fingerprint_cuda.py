@@ -1,0 +1,195 @@
+"""``fingerprint`` on a CUDA GPU: the same numbers, at the speed of its memory, in one or two launches for all tensors.
+
+Every tensor becomes *slabs* of two dims, whatever its strides (the dim of unit stride becomes the columns, the largest
+other one the rows, what remains is unrolled with its weights multiplied into a prefix), and every slab *tiles*, the
+units of work. A thread sums 16 bytes of a row with 32-bit weights into 64 bits, then multiplies by the row's weight.
+Runs in training workers and engines, on the current stream; imports Triton, so only code that has a GPU imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from weightsync.errors import PlanError
+from weightsync.fingerprint import MASK, Item, weight
+from weightsync.transports.cuda_tables import tiles_of
+
+_RAW = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_FIELDS = 10  # of a slab: address, rows, cols, row stride, col stride, row at, col at, row salt, col salt, prefix
+_NO_DIM = (1, 0, 0, -1)  # size, stride, origin, salt
+_SHAPES = {"wide": (256, 256, 32), "flat": (1, 4096, 1)}  # rows and cols of a tile, rows at a time
+_PROGRAMS_PER_SM = 8
+
+
+def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) -> list[int]:
+    """``fingerprint`` of each (tensor, origin), all on CUDA, cast to ``dtype`` first if given. Waits for the GPU.
+
+    Casts between float32, bfloat16 and float16 happen inside the kernel; any other makes a temporary of one tensor.
+    """
+    if not items:
+        return []
+    fused = [i for i, (tensor, _) in enumerate(items) if _can_fuse(tensor.dtype, dtype)]
+    numbers = dict(zip(fused, Fingerprints([items[i] for i in fused], dtype).run(), strict=True))
+    for i, (tensor, origin) in enumerate(items):
+        if i not in numbers:
+            numbers[i] = Fingerprints([(tensor.detach().to(dtype), origin)]).run()[0]
+    return [numbers[i] for i in range(len(items))]
+
+
+def _can_fuse(source: torch.dtype, target: torch.dtype | None) -> bool:
+    return target is None or source == target or (source in _FLOATS and target in _FLOATS)
+
+
+class Fingerprints:
+    """A fixed list of (tensor, origin) whose tables stay on the GPU; ``run`` reads their memory as it is then.
+
+    All tensors on one CUDA device; those of one source dtype share their launches. Raises PlanError on an element size
+    that has no fingerprint or a cast that the kernel cannot do. Tensors are kept alive.
+    """
+
+    def __init__(self, items: Sequence[Item], dtype: torch.dtype | None = None) -> None:
+        self._items = [(tensor.detach(), tuple(origin)) for tensor, origin in items]
+        self._launches: list[_Launch] = []
+        if not self._items:
+            return
+        devices = {tensor.device for tensor, _ in self._items}
+        assert len(devices) == 1, f"tensors of several devices: {devices}"
+        self.device = devices.pop()
+        groups: dict[tuple, list[torch.Tensor]] = {}
+        for index, (tensor, origin) in enumerate(self._items):
+            target = dtype or tensor.dtype
+            if not _can_fuse(tensor.dtype, target) or target.itemsize not in (1, 2, 4, 8):
+                raise PlanError(f"no fingerprint on the GPU for {tensor.dtype} as {target}")
+            rows = slabs_of(tensor, origin)
+            for key, part in _by_class(rows, tensor.dtype, target):
+                groups.setdefault(key, []).append(torch.cat([part, torch.full((len(part), 1), index)], dim=1))
+        self._launches = [_Launch(key, torch.cat(parts), self.device) for key, parts in groups.items()]
+
+    def run(self) -> list[int]:
+        """The fingerprints now, one an item, in [0, 2**64). Ordered after the current stream's work; waits for it."""
+        if not self._items:
+            return []
+        out = torch.zeros(len(self._items), dtype=torch.int64, device=self.device)
+        with torch.cuda.device(self.device):
+            for launch in self._launches:
+                launch(out)
+            return [number & MASK for number in out.tolist()]
+
+
+class _Launch:
+    """One kernel over all tiles of one class: (source dtype, target dtype, tile shape, aligned)."""
+
+    def __init__(self, key: tuple, slabs: torch.Tensor, device: torch.device) -> None:
+        source, target, shape, self.aligned = key
+        self.rows, self.cols, self.step = _SHAPES[shape]
+        size = min(source.itemsize, 4)
+        self.read = _RAW[size] if source == target else _FLOATS[source]
+        self.cast = None if source == target else _FLOATS[target]
+        self.bits = _RAW[min(target.itemsize, 4)]
+        self.vector = 16 // size if self.aligned else 1
+        tiles = tiles_of(slabs[:, 1], slabs[:, 2], self.rows, self.cols)
+        self.num_tiles = len(tiles)
+        self.slabs, self.tiles = slabs.to(device), tiles.to(device)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.grid = (min(self.num_tiles, sms * _PROGRAMS_PER_SM),)
+
+    def __call__(self, out: torch.Tensor) -> None:
+        _hash_tiles[self.grid](
+            self.tiles, self.slabs, out, self.num_tiles, READ=self.read, CAST=self.cast, BITS=self.bits,
+            ALIGNED=self.aligned, ROWS=self.rows, COLS=self.cols, STEP=self.step, VECTOR=self.vector, num_warps=8,
+        )  # fmt: skip
+
+
+def slabs_of(tensor: torch.Tensor, origin: Sequence[int]) -> torch.Tensor:
+    """The two-dim slabs of a strided tensor as int64 [slabs, 10]; see ``_FIELDS``. Empty if it has no elements."""
+    assert len(origin) == tensor.dim(), f"origin {tuple(origin)} of a tensor of shape {tuple(tensor.shape)}"
+    if tensor.numel() == 0:
+        return torch.empty(0, _FIELDS, dtype=torch.int64)
+    assert all(o + n < 1 << 31 for o, n in zip(origin, tensor.shape, strict=True)), "a dim beyond 2**31 elements"
+    words = max(1, tensor.itemsize // 4) if tensor.itemsize == 8 else 1
+    dims = [(n, s * words, o, _salt(d)) for d, (n, s, o) in enumerate(zip(tensor.shape, tensor.stride(), origin))]
+    if words == 2:
+        dims.append((2, 1, 0, _salt(tensor.dim())))
+    wide = sorted((d for d in dims if d[0] > 1), key=lambda d: (d[1] != 1, -d[0]))
+    col = wide.pop(0) if wide else _NO_DIM
+    row = wide.pop(0) if wide else _NO_DIM
+    outer = wide + [d for d in dims if d[0] == 1]
+    prefix, address = torch.ones(1, dtype=torch.int64), torch.tensor([tensor.data_ptr()])
+    for size, stride, at, salt in outer:
+        steps = torch.arange(size)
+        prefix = (prefix[:, None] * weight(_dim_of(salt), at + steps)).reshape(-1)
+        address = (address[:, None] + steps * stride * min(tensor.itemsize, 4)).reshape(-1)
+    same = torch.tensor([row[0], col[0], row[1], col[1], row[2], col[2], row[3], col[3]])
+    return torch.cat([address[:, None], same.expand(len(address), -1), prefix[:, None]], dim=1)
+
+
+def _salt(dim: int) -> int:
+    return ((dim + 1) * 0x1E3779B1) & 0x7FFFFFFF
+
+
+def _dim_of(salt: int) -> int:
+    return salt * pow(0x1E3779B1, -1, 1 << 31) % (1 << 31) - 1
+
+
+def _by_class(slabs: torch.Tensor, source: torch.dtype, target: torch.dtype) -> list[tuple[tuple, torch.Tensor]]:
+    """Cut a tensor's slabs by launch: 16-byte reads need alignment of address, row stride and column count."""
+    if len(slabs) == 0:
+        return []
+    size = min(source.itemsize, 4)
+    rows, cols, row_stride, col_stride = slabs[0, 1:5].tolist()
+    even = col_stride == 1 and cols * size % 16 == 0 and (rows == 1 or row_stride * size % 16 == 0)
+    aligned = (slabs[:, 0] % 16 == 0) & even
+    shape = "flat" if rows < 8 else "wide"
+    parts = [((source, target, shape, flag), slabs[aligned == flag]) for flag in (True, False)]
+    return [(key, part) for key, part in parts if len(part)]
+
+
+@triton.jit
+def _weight(index, salt):
+    h = (index.to(tl.uint32) * 0x2C1B3C6D) & 0x7FFFFFFF
+    h = h ^ (h >> 15) ^ salt.to(tl.uint32)
+    h = (h * 0x297A2D39) & 0x7FFFFFFF
+    h = h ^ (h >> 13)
+    h = (h * 0x5F356495) & 0x7FFFFFFF
+    h = h ^ (h >> 16)
+    return tl.where(salt < 0, 1, h * 2 + 1).to(tl.uint64)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _hash_tiles(
+    tiles, slabs, out, num_tiles, READ: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        slab = slabs + tl.load(tiles + tile * 3).to(tl.int64) * 11
+        first_row, first_col = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+        address, rows, cols = tl.load(slab), tl.load(slab + 1).to(tl.int32), tl.load(slab + 2).to(tl.int32)
+        row_stride, col_stride = tl.load(slab + 3), tl.load(slab + 4)
+        row_at, col_at = tl.load(slab + 5).to(tl.int32), tl.load(slab + 6).to(tl.int32)
+        row_salt, col_salt = tl.load(slab + 7).to(tl.int32), tl.load(slab + 8).to(tl.int32)
+        if ALIGNED:
+            address, row_stride = tl.multiple_of(address, 16), tl.multiple_of(row_stride, VECTOR)
+            cols, first_col = tl.multiple_of(cols, VECTOR), tl.multiple_of(first_col, VECTOR)
+        base = address.to(tl.pointer_type(READ))
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
+        col = first_col + tl.arange(0, COLS)
+        weights = _weight(col_at + col, col_salt)
+        across = col.to(tl.int64) if ALIGNED else col.to(tl.int64) * col_stride
+        total = tl.zeros([STEP, COLS // VECTOR], tl.uint64)
+        for start in range(0, ROWS, STEP):
+            row = first_row + start + tl.arange(0, STEP)
+            inside = (row < rows)[:, None] & (col < cols)[None, :]
+            x = tl.load(base + row.to(tl.int64)[:, None] * row_stride + across[None, :], mask=inside, other=0)
+            if CAST is not None:
+                x = x.to(CAST).to(BITS, bitcast=True)
+            products = x.to(tl.uint64) * weights[None, :]
+            sums = tl.sum(tl.reshape(products, [STEP, COLS // VECTOR, VECTOR]), axis=2)
+            total += sums * _weight(row_at + row, row_salt)[:, None]
+        number = tl.sum(total).to(tl.int64) * tl.load(slab + 9)
+        tl.atomic_add(out + tl.load(slab + 10), number, sem="relaxed")

@@ -1,0 +1,166 @@
+"""Many GPU copies as a few launches: pairs of views become tables once, and every run executes the tables.
+
+Contiguous pieces are copied by one kernel over a table of chunks, slices and transposed boxes by one over a table of
+tiles; ``cuda_tables`` makes both. Source and target dtype may differ among float32, bfloat16 and float16: the copy then
+rounds as ``Tensor.to`` does on the GPU. Runs in engines and, for arenas and relays, in training workers and the actor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from weightsync.transports import cuda_driver
+from weightsync.transports.cuda_tables import Boxes, Pair, Piece, chunk_elements, chunks_of, split, tiles_of
+
+_STREAMS = 4
+_PROGRAMS_PER_SM = 16
+_CHUNK_STEP_BYTES, _CHUNK_WARPS = 16 << 10, 8  # of the wider dtype, moved at a time by so many warps
+_TRANSPOSE, _WIDE, _NARROW, _TILE_WARPS = (64, 64), (32, 256), (128, 64), 4  # rows and columns of a tile
+
+
+def make_puller(pairs: Sequence[Pair], *, method: str = "kernel") -> Puller:
+    """A Puller for (target view, source view) pairs of equal shapes on the GPU; targets must not overlap.
+
+    ``method`` says what moves contiguous pieces: one ``kernel``, the driver's ``batch`` of copies, or ``streams``.
+    Raises TransferError on a cast that copying cannot do.
+    """
+    return Puller(pairs, method)
+
+
+class Puller:
+    """A recorded set of copies. ``num_bytes`` are bytes written; ``num_launches`` kernels or driver calls a run."""
+
+    def __init__(self, pairs: Sequence[Pair], method: str = "kernel") -> None:
+        pairs = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
+        self._pairs = pairs  # keeps what the tables point to alive
+        self.num_bytes = sum(target.numel() * target.itemsize for target, _ in pairs)
+        self.num_copies = len(pairs)
+        self._steps: list[_Chunks | _Tiles | _Batch] = []
+        if not pairs:
+            return
+        devices = {target.device for target, _ in pairs}
+        assert len(devices) == 1, f"targets on several devices: {devices}"
+        self.device = devices.pop()
+        pieces, boxes = split(pairs)
+        plain = [p for p in pieces if p.read == p.write]
+        cast = [p for p in pieces if p.read != p.write]
+        if method == "kernel":
+            cast += plain
+        elif plain:
+            self._steps.append(_Batch(plain, self.device, method))
+        self._steps += [_Chunks(key, table, self.device) for key, table in chunks_of(cast).items()]
+        self._steps += [_Tiles(group, self.device) for group in boxes]
+
+    @property
+    def num_launches(self) -> int:
+        return sum(step.num_launches for step in self._steps)
+
+    def run(self) -> float:
+        """Do the copies; seconds from the first launch until the GPU has finished them.
+
+        Waits first for all work of this process on the target's GPU. The sources' owners must have synchronised.
+        """
+        if not self._pairs:
+            return 0.0
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            for step in self._steps:
+                step()
+            torch.cuda.synchronize(self.device)
+            return time.perf_counter() - start
+
+
+class _Batch:
+    """Contiguous pieces by the driver's copies: one batched call, or one call a piece over several streams."""
+
+    def __init__(self, pieces: list[Piece], device: torch.device, method: str) -> None:
+        assert method in ("batch", "streams"), method
+        self._batched = method == "batch" and cuda_driver.has_batch()
+        self._targets, self._sources = [p.target for p in pieces], [p.source for p in pieces]
+        self._sizes = [p.length for p in pieces]
+        self._streams = [torch.cuda.Stream(device) for _ in range(1 if self._batched else _STREAMS)]
+        self.num_launches = 1 if self._batched else len(pieces)
+
+    def __call__(self) -> None:
+        if self._batched:
+            cuda_driver.copy_batch(self._targets, self._sources, self._sizes, self._streams[0].cuda_stream)
+            return
+        handles = [stream.cuda_stream for stream in self._streams]
+        for i, copy in enumerate(zip(self._targets, self._sources, self._sizes, strict=True)):
+            cuda_driver.copy(*copy, handles[i % len(handles)])
+
+
+class _Chunks:
+    """One launch over a table of chunks."""
+
+    num_launches = 1
+
+    def __init__(self, key: tuple[torch.dtype, torch.dtype, int], table: torch.Tensor, device: torch.device) -> None:
+        read, write, vector = key
+        self._table, self._count = table.to(device), len(table)
+        length = chunk_elements(read, write, vector)
+        block = min(length, _CHUNK_STEP_BYTES // max(read.itemsize, write.itemsize)) if vector > 1 else length
+        self._constants = {
+            "READ": _triton_type(read),
+            "WRITE": _triton_type(write),
+            "VECTOR": vector,
+            "BLOCK": block,
+            "STEPS": length // block,
+            "num_warps": _CHUNK_WARPS,
+        }
+        self._grid = (min(self._count, _programs(device)),)
+        self._launch(0)  # compiles now, not in the first push
+
+    def _launch(self, count: int) -> None:
+        from weightsync.transports import cuda_kernels
+
+        cuda_kernels.copy_chunks[self._grid](self._table, count, **self._constants)
+
+    def __call__(self) -> None:
+        self._launch(self._count)
+
+
+class _Tiles:
+    """One launch over the tiles of boxes of one class."""
+
+    num_launches = 1
+
+    def __init__(self, boxes: Boxes, device: torch.device) -> None:
+        wide = int(boxes.rows[:, 3].max()) > _NARROW[1]
+        rows, cols = _TRANSPOSE if boxes.source_unit == 0 else _WIDE if wide else _NARROW
+        tiles = tiles_of(boxes.rows[:, 2], boxes.rows[:, 3], rows, cols)
+        self._tiles, self._boxes, self._count = tiles.to(device), boxes.rows.to(device), len(tiles)
+        self._constants = {
+            "READ": _triton_type(boxes.read),
+            "WRITE": _triton_type(boxes.write),
+            "SOURCE_UNIT": boxes.source_unit,
+            "TARGET_UNIT": boxes.target_unit,
+            "VECTOR": boxes.vector,
+            "ROWS": rows,
+            "COLS": cols,
+            "num_warps": _TILE_WARPS,
+        }
+        self._grid = (min(self._count, _programs(device)),)
+        self._launch(0)
+
+    def _launch(self, count: int) -> None:
+        from weightsync.transports import cuda_kernels
+
+        cuda_kernels.copy_tiles[self._grid](self._tiles, self._boxes, count, **self._constants)
+
+    def __call__(self) -> None:
+        self._launch(self._count)
+
+
+def _programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM
+
+
+def _triton_type(dtype: torch.dtype) -> object:
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
