@@ -583,6 +583,13 @@ def test_nothing_is_claimed_for_host_memory() -> None:
     assert "no claim" in summary_of({}, "").explain()
 
 
+def test_nothing_is_claimed_to_be_proved_without_an_engine() -> None:
+    trainer = one_tensor_trainer(values((4, 2)), {0: whole((4, 2))})
+    summary = plan_of(trainer, {}).summary("bucket")
+    assert "not proved" in summary.explain()
+    assert floor_s(summary) is None
+
+
 def test_rows_that_an_engine_does_not_read_are_noted() -> None:
     trainer = one_tensor_trainer(values((8, 3)), {0: whole((8, 3))})
     engine = FakeEngineRank()

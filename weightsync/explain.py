@@ -41,17 +41,20 @@ class PlanSummary(Struct):
 
     def explain(self) -> str:
         """The report as plain text of at most 100 columns, names aside."""
+        if not self.traffic:
+            return "\n\n".join([_head(self), _uncovered(self)]) + "\n"
         parts = [_head(self), _by_engine_rank(self.traffic), _by_pair(self.traffic), _floor(self), _uncovered(self)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def floor_s(summary: PlanSummary) -> float | None:
-    """The shortest time in which the bytes can move, in seconds; None in host memory, for which we claim nothing.
+    """The shortest time in which the bytes can move, in seconds; None in host memory, for which we claim nothing,
+    or if no bytes move.
 
     Inside a GPU each byte is read and written; between GPUs a link carries each byte once, in and out separately. GPUs
     work side by side, so the slowest one decides.
     """
-    if summary.host_memory:
+    if summary.host_memory or not summary.traffic:
         return None
     return max(2 * _busiest(summary, True) / SAME_GPU_BYTES_PER_S, _busiest(summary, False) / PEER_BYTES_PER_S)
 
@@ -127,7 +130,8 @@ def _uncovered(summary: PlanSummary) -> str:
         ("opaque: the trace could not follow them", opaque),
         ("notes", summary.notes),
     ]
-    lines = ["coverage: every other element of every engine parameter is written exactly once"]
+    proved = "every element of every engine parameter not named below is written exactly once"
+    lines = [f"coverage: {proved if summary.traffic else 'not proved, no engine said what it needs'}"]
     for title, names in sections:
         if names:
             lines.append(f"{title} ({len(names)}):")
