@@ -1,0 +1,94 @@
+"""One installed plan, ready to run: trainer memory mapped, source and target views made. Runs in the engine."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from weightsync import transports
+from weightsync.errors import PlanError
+from weightsync.live import LiveWeights
+from weightsync.spec import Copy, RankPlan, Segment, Shard, View
+from weightsync.views import source_view
+
+
+class MappedSegments:
+    """Trainer memory mapped into this process: each handle once, until nobody asks for it any more."""
+
+    def __init__(self) -> None:
+        self._memories: dict[tuple[str, bytes], transports.Memory] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._memories)
+
+    def open(self, segments: list[Segment]) -> list[transports.Memory]:
+        """The memory of each segment; what is already mapped is not mapped again."""
+        for segment in segments:
+            key = (segment.transport, segment.handle)
+            if key not in self._memories:
+                self._memories[key] = transports.get(segment.transport).open_segment(segment)
+        return [self._memories[s.transport, s.handle] for s in segments]
+
+    def close_all_but(self, segments: list[Segment]) -> None:
+        """Unmap what none of ``segments`` is."""
+        keep = {(s.transport, s.handle) for s in segments}
+        for key in [k for k in self._memories if k not in keep]:
+            self._memories.pop(key).close()
+
+
+class InstalledPlan:
+    """The copies and fills that one engine rank makes at every push, and the needs by which it is verified.
+
+    Raises PlanError if a copy would have to cast, TransferError if memory cannot be mapped.
+    """
+
+    def __init__(
+        self,
+        plan_id: str,
+        plan: RankPlan,
+        segments: dict[int, list[Segment]],
+        shards: dict[int, list[Shard]],
+        *,
+        live: LiveWeights,
+        mapped: MappedSegments,
+    ) -> None:
+        self.plan_id = plan_id
+        self.needs = plan.needs
+        self._live = live
+        self._fills = plan.fills
+        used = {(c.rank, shards[c.rank][c.source.storage].segment) for c in plan.copies}
+        self.segments = [segments[rank][index] for rank, index in sorted(used)]
+        memories: dict[int, dict[int, transports.Memory]] = {}
+        for (rank, index), memory in zip(sorted(used), mapped.open(self.segments)):
+            memories.setdefault(rank, {})[index] = memory
+        pairs = []
+        for copy in plan.copies:
+            source = source_view(memories, shards[copy.rank], copy)
+            pairs.append((self._target(copy, source.dtype), source))
+        self._puller = transports.make_puller(pairs) if pairs else None
+        self.num_bytes = sum(target.nbytes for target, _ in pairs)
+
+    def run(self) -> float:
+        """Copy and fill; returns the seconds the copies took. Copies are done on return; fills may be queued."""
+        with torch.inference_mode():
+            seconds = self._puller.run() if self._puller else 0.0
+            for fill in self._fills:
+                self._live.view(fill.view, fill.size).fill_(fill.value)
+        return seconds
+
+    def _target(self, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
+        slot = self._live.slots[copy.target.storage]
+        target = slot_view(self._live, copy.target, copy.box.size)
+        if target.dtype != dtype:
+            raise PlanError(f"{slot.name} is {target.dtype}, {copy.tensor} is published as {dtype}", tensor=copy.tensor)
+        return target
+
+
+def slot_view(live: LiveWeights, at: View, size: tuple[int, ...]) -> torch.Tensor:
+    """``live.view`` after checking that it stays inside the tensor's storage."""
+    view = live.view(at, size)
+    last = view.storage_offset() + sum((n - 1) * s for n, s in zip(size, at.strides)) if prod(size) else -1
+    assert at.offset >= 0 and (last + 1) * view.itemsize <= view.untyped_storage().nbytes(), f"{at} is outside"
+    return view

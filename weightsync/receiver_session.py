@@ -1,0 +1,242 @@
+"""One attached session of a receiver: its needs, its installed plan, and the calls that its server answers.
+
+Runs in the engine. ``_pull`` runs in SGLang's event loop, all public methods in threads of the rpc server; one lock
+keeps plans, pulls and reads apart.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+import msgspec
+import torch
+from torch import nn
+
+from weightsync import receiver as wire
+from weightsync.devices import uuid_of
+from weightsync.errors import PlanError, VerifyMismatch
+from weightsync.fingerprint import fingerprint_many
+from weightsync.live import LiveWeights, bits
+from weightsync.pull_log import PullLog
+from weightsync.pulling import InstalledPlan, MappedSegments, slot_view
+from weightsync.rpc import Server
+from weightsync.spec import Layout, Param
+from weightsync.trace import Trace, finalise, trace
+from weightsync.versions import library_versions
+
+_RETIRED_S = 60.0
+
+
+class _Refusal(Exception):
+    """A pull that ends with a named ``kind``."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class ReceiverSession:
+    """The state of one session on one model object. Public methods are what the actor may call."""
+
+    def __init__(self, model: nn.Module, command: wire.Attach, *, host: str, before: ReceiverSession | None) -> None:
+        self.session = command.session
+        self._model = model
+        self._live = LiveWeights(model)
+        traced = trace(model, self._live, command.tensors)
+        self._derived = traced.derived
+        constants = [s.name for s in self._live.slots if s.kind != "parameter" and s.name not in traced.written]
+        self._known = before._live if before is not None else None
+        self._live.keep(constants, known=self._known)
+        self._unfed = [s.name for s in self._live.slots if s.name not in {*traced.written, *traced.opaque, *constants}]
+        self._device = next((s.tensor().device for s in self._live.slots), torch.device("cpu"))
+        self._layout = _layout(self._live, traced, constants, rank=command.tp_rank, device=self._device)
+        self._plan: InstalledPlan | None = None
+        self._mapped = MappedSegments()
+        self._lock = threading.RLock()
+        self._log = PullLog()
+        self._server = Server(self, host=host)
+        self._address = self._server.address
+
+    # ------------------------------------------------------------------------------- called by the actor
+
+    def needs(self) -> Layout:
+        """What this rank needs, as traced when it was attached."""
+        return self._layout
+
+    def install(self, install: wire.Install) -> None:
+        """Make a plan ready to run: maps the trainer's memory. Raises PlanError or TransferError; the old plan stays."""
+        plan = install.plan if install.pulls else msgspec.structs.replace(install.plan, copies=[])
+        with self._lock, self._on_device(), torch.no_grad():
+            made = InstalledPlan(
+                install.plan_id, plan, install.segments, install.shards, live=self._live, mapped=self._mapped
+            )
+            if self._plan is None:  # a plan that leaves parameters unwritten was allowed to: they are constants too
+                self._live.keep(self._unfed, known=self._known)
+            self._plan = made
+            self._mapped.close_all_but(made.segments)
+
+    def result(self, request: wire.ResultRequest) -> wire.PullResult:
+        """How a pull went; waits up to ``timeout_s`` for it to end. ``started`` is false if it never came here."""
+        return self._log.result(request)
+
+    def revoke(self, request: wire.ResultRequest) -> bool:
+        """True if that pull has not begun, and now never will."""
+        return self._log.revoke(request.push_id)
+
+    def verify(self) -> list[int]:
+        """One fingerprint a need of the installed plan, of the model's live memory.
+
+        Raises VerifyMismatch naming ``constant:NAME`` if a tensor that no push writes has changed.
+        """
+        with self._lock, self._on_device(), torch.inference_mode():
+            plan = self._installed()
+            items = [(slot_view(self._live, n.view, n.box.size), n.box.offset) for n in plan.needs]
+            changed = self._live.changed_constant()
+            if changed:
+                raise VerifyMismatch(
+                    f"{changed}, which no push writes, is not what it was; a full push restores it",
+                    tensor=f"constant:{changed}",
+                    rank=self._layout.rank,
+                )
+            return fingerprint_many(items) if items else []
+
+    def poison(self) -> None:
+        """Set every bit of every parameter, buffer and derived tensor (NaN for floats): what a full push must undo.
+
+        A diagnostic that proves coverage. The engine must be paused, and is unusable until a full push.
+        """
+        with self._lock, self._on_device(), torch.inference_mode():
+            self._live.poison()
+            self._synchronise()
+
+    def status(self) -> wire.Status:
+        """Who this is, and whether it must be attached again."""
+        return wire.Status(
+            boot_id=wire.BOOT_ID,
+            session=self.session,
+            plan_id=self._plan.plan_id if self._plan else "",
+            pid=os.getpid(),
+            num_segments=self._mapped.count,
+        )
+
+    def detach(self) -> None:
+        """Unmap the trainer's memory and end the session. The engine keeps its weights."""
+        self._retire()
+
+    # ------------------------------------------------------------------------------- in SGLang's event loop
+
+    def _pull(self, command: wire.Pull) -> None:
+        """Run the installed plan once and keep the result. Never raises."""
+        if not self._log.begin(command.push_id):
+            return
+        applied, kind, error, seconds, num_bytes = False, "", "", 0.0, 0
+        try:
+            with self._lock, self._on_device():
+                plan = self._checked(command)
+                self._synchronise()
+                applied = True
+                if command.full:
+                    with torch.inference_mode():
+                        self._live.restore()
+                seconds, num_bytes = plan.run(), plan.num_bytes
+                self._finalise()
+        except _Refusal as e:
+            kind, error = e.kind, str(e)
+        except Exception as e:  # whatever it is, it must reach the actor and not SGLang
+            kind, error = "failed", f"{type(e).__name__}: {e}"
+        self._log.end(
+            wire.PullResult(
+                push_id=command.push_id,
+                started=True,
+                applied=applied,
+                ok=not kind,
+                kind=kind,
+                error=error,
+                step=command.step,
+                num_bytes=num_bytes,
+                seconds=seconds,
+            )
+        )
+
+    def _checked(self, command: wire.Pull) -> InstalledPlan:
+        if self._plan is None or self._plan.plan_id != command.plan_id:
+            raise _Refusal("unknown_plan", f"plan {command.plan_id} is not installed here")
+        moved = self._live.moved()
+        if moved:
+            self._void()
+            raise _Refusal("layout_moved", f"the engine moved a tensor since it was attached: {moved}")
+        return self._plan
+
+    def _finalise(self) -> None:
+        """Recompute derived tensors, and check that every element of them was: they are poisoned first."""
+        if self._derived:
+            with torch.inference_mode():
+                self._live.poison(self._derived)
+        with torch.no_grad():
+            finalise(self._model)
+        self._synchronise()
+        for name in self._derived:
+            own = bits(self._live[name])
+            if bool((own == (255 if own.dtype == torch.uint8 else -1)).any()):
+                raise _Refusal("derived_stale", f"{name} was not recomputed from the new weights")
+        moved = self._live.moved()
+        if moved:
+            self._void()
+            raise _Refusal("layout_moved", f"finalising the new weights moved a tensor: {moved}")
+
+    # ------------------------------------------------------------------------------- both
+
+    def _installed(self) -> InstalledPlan:
+        if self._plan is None:
+            raise PlanError("no plan is installed in this receiver")
+        return self._plan
+
+    def _void(self) -> None:
+        """The layout no longer holds: the actor must attach again, and sees that by the empty session."""
+        self.session = ""
+
+    def _retire(self) -> None:
+        """End the session; the server says so for a while to whoever still asks."""
+        with self._lock:
+            self._void()
+            self._plan = None
+            self._mapped.close_all_but([])
+        timer = threading.Timer(_RETIRED_S, self._server.close)
+        timer.daemon = True
+        timer.start()
+
+    def _on_device(self) -> AbstractContextManager:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _layout(
+    live: LiveWeights, traced: Trace, constants: list[str], *, rank: int, device: torch.device
+) -> Layout:
+    kinds = {name: "derived" for name in traced.derived}
+    params = []
+    for slot in live.slots:
+        tensor = slot.tensor()
+        kind = kinds.get(slot.name, "parameter" if slot.kind == "parameter" else "buffer")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        params.append(Param(slot.name, tuple(tensor.shape), dtype, tensor.numel(), kind))
+    return Layout(
+        rank=rank,
+        boot_id=wire.BOOT_ID,
+        device=uuid_of(device) if device.type == "cuda" else "",
+        host=socket.gethostname(),
+        params=params,
+        needs=traced.needs,
+        fills=traced.fills,
+        constants=constants,
+        derived=traced.derived,
+        opaque=traced.opaque,
+        ignored=traced.ignored,
+        versions=library_versions(),
+    )
