@@ -56,6 +56,16 @@ def is_whole(project: Path, groups: Sequence[str] = ()) -> bool:
     )
 
 
+def state(project: Path) -> str:
+    """``whole``, ``missing``, ``unfinished`` (being built, or cut short), or ``unmarked``: by hand, or out of date."""
+    if not interpreter(project).exists():
+        return "missing"
+    lock = project / ".build"
+    if lock.is_file() and lock.read_text():
+        return "unfinished"
+    return "whole" if is_whole(project) else "unmarked"
+
+
 def build(
     project: Path,
     *,

@@ -27,6 +27,8 @@ from weightsync.addresses import bind_host, endpoint, reachable_host, split_addr
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError, WeightSyncError, error_from_wire
 
+__all__ = ["Client", "Dispatcher", "Server", "reachable_host", "read_reply", "split_address"]
+
 logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.encode
