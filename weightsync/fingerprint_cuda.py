@@ -6,6 +6,8 @@ units of work. A thread sums 16 bytes of a row with 32-bit weights into 64 bits,
 Runs in training workers and engines, on the current stream; imports Triton, so only code that has a GPU imports it.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from collections.abc import Sequence

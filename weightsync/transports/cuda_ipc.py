@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import weakref
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,16 +47,19 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 class Memory:
     """Device memory as a tensor: ``tensor`` is torch.uint8 of one dim, ``segment`` names it to other processes.
 
-    ``close`` frees or unmaps it, after which tensors that view it must not be used. Idempotent.
+    The tensor's device is the GPU through which the driver reaches the memory. ``close`` frees or unmaps it, after which
+    tensors that view it must not be used; nothing else does before the process ends. Idempotent.
     """
 
-    def __init__(self, segment: Segment, address: int, device: torch.device, release: _Release) -> None:
+    def __init__(self, segment: Segment, address: int, release: _Release) -> None:
         self.segment = segment
-        self.tensor = _as_tensor(address, segment.nbytes, device)
-        self._finalizer = weakref.finalize(self, release)
+        self.tensor = _as_tensor(address, segment.nbytes)
+        self._release: _Release | None = release
 
     def close(self) -> None:
-        self._finalizer()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 @dataclass
@@ -115,7 +117,7 @@ def allocate(nbytes: int, device: str = "") -> Memory:
             free, _ = torch.cuda.mem_get_info(where)
             raise TransferError(f"no arena of {size} bytes on {devices.uuid_of(where)}, {free} are free: {e}") from e
         segment = msgspec.structs.replace(_segment_at(address, where), nbytes=nbytes)
-        return Memory(segment, address, where, _Release(where, address=address))
+        return Memory(segment, address, _Release(where, address=address))
 
 
 def export(tensor: torch.Tensor) -> tuple[Segment, int]:
@@ -176,7 +178,7 @@ def open_segment(segment: Segment) -> Memory:
         mapping = _process.mapped.get(segment.handle) or _map(segment, handle, owner_device)
         mapping.uses += 1
         _process.mapped[segment.handle] = mapping
-    return Memory(segment, mapping.address, owner_device, _Release(mapping.device, mapping=mapping))
+    return Memory(segment, mapping.address, _Release(mapping.device, mapping=mapping))
 
 
 def _map(segment: Segment, handle: Handle, owner_device: torch.device) -> _Mapping:
@@ -218,7 +220,10 @@ class _Array:
     __cuda_array_interface__: dict
 
 
-def _as_tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+def _as_tensor(address: int, nbytes: int) -> torch.Tensor:
+    device = torch.device("cuda", cuda_driver.ordinal_of(address))
     interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
     with torch.cuda.device(device):
-        return torch.as_tensor(_Array(interface), device=device)
+        tensor = torch.as_tensor(_Array(interface), device=device)
+    assert tensor.data_ptr() == address, "torch copied memory that it should only name"
+    return tensor

@@ -4,6 +4,8 @@ Addresses come from tables, so one launch serves thousands of tensors. Each prog
 Imported only where there is a GPU.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import triton
@@ -44,8 +46,8 @@ def copy_tiles(
     """``tiles`` is int32 [num_tiles, 3]: box, first row, first column; ``boxes`` int64 [boxes, 8]: source and target
     address, rows, columns, source strides (row, column), target strides.
 
-    SOURCE_UNIT and TARGET_UNIT name the dim of unit stride: 0 rows, 1 columns, -1 neither. With VECTOR > 1 the
-    addresses are multiples of 16 bytes; the columns, the rows if SOURCE_UNIT is 0, and all other strides multiples of VECTOR.
+    SOURCE_UNIT and TARGET_UNIT name the dim of unit stride: 0 rows, 1 columns, -1 neither. With VECTOR > 1 addresses
+    are multiples of 16 bytes; the columns, the rows if SOURCE_UNIT is 0, and all other strides multiples of VECTOR.
     """
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         box = boxes + tl.load(tiles + tile * 3).to(tl.int64) * 8
