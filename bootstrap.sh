@@ -61,7 +61,10 @@ if [ -z "$uv" ]; then
 fi
 say "uv: $uv ($("$uv" --version))"
 if [ -z "$python" ]; then
-    say "no Python 3.12 here: uv fetches one"
+    python=$("$uv" python find --no-project 3.12 2>/dev/null || true)
+fi
+if [ -z "$python" ]; then
+    say "no Python 3.12 on PATH or among pyenv's versions: uv fetches one"
     "$uv" python install 3.12 >&2
     python=$("$uv" python find --no-project 3.12)
 fi
