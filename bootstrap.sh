@@ -70,9 +70,15 @@ if [ -z "$python" ]; then
 fi
 say "Python: $python ($("$python" --version))"
 
+# uv brings its own certificates; behind a proxy that re-signs, only the machine's know the issuer.
+certificates=
+for bundle in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
+    [ -z "$certificates" ] && [ -r "$bundle" ] && certificates="SSL_CERT_FILE=\${SSL_CERT_FILE:-$bundle}"
+done
+
 cat >.tools/uv.new <<END
 #!/bin/sh
-UV_PYTHON='$python' UV_HTTP_TIMEOUT=\${UV_HTTP_TIMEOUT:-300} exec '$uv' "\$@"
+UV_PYTHON='$python' UV_HTTP_TIMEOUT=\${UV_HTTP_TIMEOUT:-300} $certificates exec '$uv' "\$@"
 END
 chmod +x .tools/uv.new
 mv .tools/uv.new .tools/uv
