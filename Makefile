@@ -21,11 +21,12 @@ check: driver
 	$(DRIVER)/ruff format --check .
 	$(DRIVER)/mypy
 
+# Both halves run whatever comes of the first, and the last line is pytest's.
 test: driver test-envs
 	@echo "== 1 of 2: driver environment (no torch): $(notdir $(DRIVER_TESTS))"
-	$(DRIVER)/python $(PYTEST) $(DRIVER_TESTS)
-	@echo "== 2 of 2: actor environment sgl_dtensor_v2: all other tests"
-	$(ACTOR)/python $(PYTEST) tests $(addprefix --ignore=,$(DRIVER_TESTS))
+	@$(DRIVER)/python $(PYTEST) $(DRIVER_TESTS); first=$$?; \
+	echo "== 2 of 2: actor environment sgl_dtensor_v2: all other tests"; \
+	$(ACTOR)/python $(PYTEST) tests $(addprefix --ignore=,$(DRIVER_TESTS)) && exit $$first
 
 demo: driver demo-envs
 	$(DRIVER)/weightsync demo $(ARGS)

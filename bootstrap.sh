@@ -38,7 +38,7 @@ find_uv() {
 install_uv() {
     for candidate in "$1" python3 python; do
         [ -n "$candidate" ] && "$candidate" -m pip --version >/dev/null 2>&1 || continue
-        "$candidate" -m pip install --quiet --upgrade --target .tools/pypi 'uv>=0.8' >&2 && return
+        "$candidate" -m pip install --quiet --disable-pip-version-check --upgrade --target .tools/pypi 'uv>=0.8' >&2 && return
     done
     for candidate in "$1" python3 python; do
         [ -n "$candidate" ] && "$candidate" -m venv .tools/pypi >/dev/null 2>&1 || continue
