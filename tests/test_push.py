@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from weightsync.errors import EngineLost, EngineRejected, TransferError, Transfe
 from weightsync.fanout import Fanout
 from weightsync.fleet import Progress
 from weightsync.push import Push
-from weightsync.spec import Box, EngineReport, Need, Published, RankPlan, Sealed, View
+from weightsync.spec import Box, EngineReport, Need, Published, Sealed, View
 
 FINGERPRINT = 77
 
@@ -62,6 +63,7 @@ class FakeLink:
     """An engine link whose memory is one number, the fingerprint that it reads back."""
 
     has_receiver, fully_verifiable, route = True, True, "shm"
+    layouts = (SimpleNamespace(needs=[Need("model.norm.weight", Box((0,), (1,)), View(0, 0, (1,)))]),)
 
     def __init__(self, url: str, **faults: WeightSyncError) -> None:
         self.url = url
@@ -115,13 +117,8 @@ class FakeWorkers:
 
 
 class FakePlan:
-    need = Need("model.norm.weight", Box((0,), (1,)), View(0, 0, (1,)))
-
     def regions(self, rank):
         return []
-
-    def rank_plan(self, engine, rank):
-        return RankPlan(engine, rank, [], [self.need], [])
 
     def expected(self, engine, rank, fingerprints):
         return [fingerprints[0][0]]

@@ -142,7 +142,7 @@ class Push:
             return
         for rank, actual in enumerate(link.fingerprints(self._deadline)):
             expected = self._plan.expected(link.url, rank, self._fingerprints)
-            needs = self._plan.rank_plan(link.url, rank).needs
+            needs = link.layouts[rank].needs
             wrong = [n.tensor for n, e, a in zip(needs, expected, actual, strict=True) if e != a]
             if wrong:
                 raise VerifyMismatch(

@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True):
     verified: bool
 
 
-def run(*, pushes: int = 8, steps_per_push: int = 6, console: Console | None = None) -> list[Row]:
+def run(*, pair: str = "sgl_dtensor_v2", pushes: int = 8, steps_per_push: int = 6, console: Console | None = None) -> list[Row]:
     """Train, push, ask, compare. Raises WeightSyncError as soon as engine and trainer disagree on one token.
 
     Returns the table's rows.
