@@ -7,6 +7,7 @@ module that owns the tensor, so that a replaced parameter is noticed and never r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,11 @@ class LiveWeights:
         """The live memory of a region: ``at.storage`` is a slot's position, offset and strides count from its start."""
         tensor = self.slots[at.storage].tensor()
         return tensor.as_strided(size, at.strides, tensor.storage_offset() + at.offset)
+
+    def writable(self) -> AbstractContextManager:
+        """In which a loader may write these tensors in place: inference mode only where they were made in it."""
+        made_in_inference = any(slot.tensor().is_inference() for slot in self.slots)
+        return torch.inference_mode() if made_in_inference else torch.no_grad()
 
     def moved(self) -> str:
         """Which tensor no longer lies where it was listed, and how it changed; empty if all do."""

@@ -175,7 +175,7 @@ class ReceiverSession:
         if self._derived:
             with torch.inference_mode():
                 self._live.poison(self._derived)
-        with torch.no_grad():
+        with self._live.writable():
             finalise(self._model)
         self._synchronise()
         for name in self._derived:

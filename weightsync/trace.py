@@ -51,7 +51,7 @@ def trace(model: nn.Module, live: LiveWeights, tensors: Sequence[TensorSpec]) ->
     recorder = _Recorder(live, AddressSpace(_main_float(live)))
     offered = [(t.name, recorder.space.offer(t)) for t in tensors]
     failure = ""
-    with unmarked(model), inline_thread_pools(), torch.no_grad():
+    with unmarked(model), inline_thread_pools(), live.writable():
         try:
             with recorder:
                 model.load_weights(iter(offered))
