@@ -122,7 +122,7 @@ class EngineLink:
                 raise PlanError(f"its needs could not be traced: {a.error}", engine=self.url, rank=a.tp_rank)
         self._boot_ids = [a.boot_id for a in announced]
         self._receivers = [
-            Client(a.address, what=f"receiver of {self.url} TP rank {a.tp_rank}") for a in announced
+            Client(a.address, what=f"receiver of {self.url} TP rank {a.tp_rank}", lost=EngineLost) for a in announced
         ]
         self.layouts = [r.call("needs", deadline=deadline, returns=Layout) for r in self._receivers]
 
@@ -162,6 +162,11 @@ class EngineLink:
     @property
     def has_receiver(self) -> bool:
         return bool(self._receivers)
+
+    @property
+    def tp_size(self) -> int:
+        assert self.info is not None, "connect first"
+        return self.info.tp_size
 
     @property
     def fully_verifiable(self) -> bool:

@@ -120,22 +120,16 @@ class BucketRoute:
         return self._arenas[number % 2].tensor
 
     def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], None]:
+        one, what = self._buckets[number], f"bucket {number + 1} of {len(self._buckets)}"
+
         def send() -> None:
             link.progress.applied = True  # before the call: one that times out may still be loaded
-            payloads = bucket.payloads(
-                self._arena(number), self._buckets[number], tp_size=link.info.tp_size, share=bucket.share_by_file
-            )
-            link.client.update(payloads, bucket.LOAD_FORMAT, deadline)
-            link.progress.num_bytes += self._buckets[number].nbytes
+            share = bucket.share_by_file
+            payloads = bucket.payloads(self._arena(number), one, tp_size=link.tp_size, share=share)
+            link.client.update(payloads, bucket.LOAD_FORMAT, deadline, what=what)
+            link.progress.num_bytes += one.nbytes
 
-        def guarded() -> None:
-            try:
-                send()
-            except WeightSyncError as e:
-                e.message = f"bucket {number + 1} of {len(self._buckets)}: {e.message}"
-                raise
-
-        return guarded
+        return send
 
     @staticmethod
     def _collect(sending: list[tuple[EngineLink, Future]], outcomes: dict[str, Outcome]) -> None:

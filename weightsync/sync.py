@@ -123,7 +123,7 @@ def with_peers(config: Config, publishers: Sequence[str], engines: Sequence[str 
     changes: dict[str, Any] = {"publishers": list(publishers)}
     if engines is not None:
         changes["engines"] = [e if isinstance(e, EngineConfig) else EngineConfig(url=e) for e in engines]
-    return msgspec.structs.replace(config, **changes)
+    return load_config(msgspec.structs.replace(config, **changes))
 
 
 class _RpcChannel:

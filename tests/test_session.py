@@ -1,0 +1,323 @@
+"""A session over the wire: real publishers, receivers and HTTP; the engines are fakes that really load what they get."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.fakes.engine import UPDATE, FakeEngine
+from tests.fakes.model import FakeModel
+from weightsync.config import Config, EngineConfig, load_config
+from weightsync.errors import (
+    ConfigError,
+    EngineLost,
+    EngineRejected,
+    PlanError,
+    StaleVersion,
+    TransferError,
+    TransferTimeout,
+    VerifyMismatch,
+    WeightSyncError,
+)
+from weightsync.publisher import Publisher
+from weightsync.session import Session
+from weightsync.spec import PushRequest, SyncReport
+
+SHAPES = FakeModel().shapes
+
+
+class World:
+    """One training rank, some fake engines, and the session between them."""
+
+    def __init__(self, *engines: FakeEngine, **config) -> None:
+        self.tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.publisher = Publisher(self.tensors, rank=0, world_size=1)
+        self.engines = list(engines)
+        self.config = config
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        if self._session is None:
+            peers = {"engines": [{"url": e.url} for e in self.engines], "publishers": [self.publisher.address]}
+            self._session = Session(settings(**peers, **self.config), trainer="dtensor_v2")
+        return self._session
+
+    def train(self, step: int) -> None:
+        """New weights, marked as those of ``step``."""
+        generator = torch.Generator().manual_seed(step)
+        for tensor in self.tensors.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        self.publisher.step_done(step)
+
+    def push(self, step: int, **request) -> SyncReport:
+        self.train(step)
+        return self.session.push(PushRequest(step=step, **request))
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self.publisher.close()
+        for engine in self.engines:
+            engine.close()
+
+
+def settings(**config) -> Config:
+    return load_config({"pair": "sgl_dtensor_v2", "timeout_s": 20.0, "connect_timeout_s": 20.0, **config})
+
+
+def served(engine: FakeEngine) -> dict[str, torch.Tensor]:
+    """What the engine's ranks hold, put together again to the trainer's tensors."""
+    models = engine.models
+    half = models[0]._inner
+    return {
+        "embed.weight": torch.cat([m.embed for m in models])[: SHAPES["embed.weight"][0]],
+        "mlp.gate.weight": torch.cat([m.gate_up[:half] for m in models]),
+        "mlp.up.weight": torch.cat([m.gate_up[half:] for m in models]),
+        "mlp.down.weight": torch.cat([m.down for m in models], dim=1),
+        "norm.weight": models[0].norm.data,
+    }
+
+
+def engine(tp_size: int = 1, *, receiver: bool = True, version: str = "0.5.23") -> FakeEngine:
+    models = [FakeModel(tp_rank=r, tp_size=tp_size) for r in range(tp_size)]
+    return FakeEngine(version=version, models=models, receiver=receiver)
+
+
+def assert_serves(engine: FakeEngine, tensors: dict[str, torch.Tensor], step: int) -> None:
+    held = served(engine)
+    assert engine.weight_version == str(step) and not engine.paused and not engine.session_open
+    for name, tensor in tensors.items():
+        assert torch.equal(held[name], tensor), name
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(*engines: FakeEngine, **config) -> World:
+        made.append(World(*engines, **config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("route", ["shm", "bucket"])
+def test_every_route_brings_the_same_bytes(world, version, tp_size, route):
+    one = world(engine(tp_size, version=version), route=route, bucket_bytes=256)
+    for step in (1, 2):
+        report = one.push(step)
+        assert report.verified and report.route == route and report.weight_version == str(step)
+        assert_serves(one.engines[0], one.tensors, step)
+
+
+def test_a_stock_engine_takes_buckets_and_is_reported_as_unverified(world):
+    one = world(engine(receiver=False), verify="none")
+    report = one.push(1)
+    assert (report.route, report.verified) == ("bucket", False)
+    assert_serves(one.engines[0], one.tensors, 1)
+
+
+def test_verification_of_a_stock_engine_is_refused_and_says_what_to_do(world):
+    with pytest.raises(ConfigError, match="custom-weight-loader"):
+        _ = world(engine(receiver=False)).session
+
+
+def test_a_fleet_of_different_tp_and_version_holds_one_version(world):
+    one = world(engine(1), engine(2, version="0.5.12"), engine(2, receiver=True))
+    report = one.push(7)
+    assert [e.weight_version for e in report.engines] == ["7"] * 3
+    for each in one.engines:
+        assert_serves(each, one.tensors, 7)
+
+
+def test_the_plan_says_what_moves(world):
+    one = world(engine(2))
+    summary = one.session.plan()
+    assert summary.num_tensors == len(SHAPES)
+    text = summary.explain()
+    assert "rank" in text and one.engines[0].url in text
+
+
+def test_steps_go_forward_unless_forced(world):
+    one = world(engine())
+    one.push(4)
+    for step in (3, 4):
+        with pytest.raises(StaleVersion, match="4"):
+            one.push(step)
+    assert one.push(3, force=True).weight_version == "3"
+
+
+def test_a_step_that_was_not_marked_times_out_and_pauses_nobody(world):
+    one = world(engine())
+    one.push(1)
+    before = len(one.engines[0].paths())
+    with pytest.raises(TransferTimeout, match="rank 0"):
+        one.session.push(PushRequest(step=2, timeout_s=0.5))
+    assert one.engines[0].paths()[before:] == []
+    assert_serves(one.engines[0], one.tensors, 1)
+
+
+def test_a_rank_that_is_ahead_is_refused_at_once(world):
+    one = world(engine())
+    one.push(1)
+    one.train(3)
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="3"):
+        one.session.push(PushRequest(step=2))
+    assert time.monotonic() - started < 5
+
+
+def test_weights_that_change_during_the_move_fail_the_push(world):
+    one = world(engine())
+    one.push(1)
+    one.engines[0].misbehave(UPDATE, "slow", seconds=1.0, applies=True)
+    one.train(2)
+    meddler = threading.Timer(0.5, lambda: one.tensors["norm.weight"].add_(1))
+    meddler.start()
+    with pytest.raises(TransferError, match="norm.weight"):
+        one.session.push(PushRequest(step=2))
+    meddler.join()
+    assert one.session.status().engines[0].state == "fenced" and one.engines[0].paused
+    assert one.push(3).verified
+    assert_serves(one.engines[0], one.tensors, 3)
+
+
+def test_a_name_without_a_home_is_refused_before_a_byte_moves(world):
+    one = world(engine())
+    one.tensors["stray.weight"] = torch.zeros(3)
+    with pytest.raises(PlanError, match=r"stray\.weight"):
+        _ = one.session
+    assert one.engines[0].models[0].norm.eq(-1).all()
+
+
+def test_a_parameter_without_a_source_is_refused(world):
+    one = world(engine())
+    del one.tensors["mlp.up.weight"]
+    with pytest.raises(PlanError, match="gate_up"):
+        _ = one.session
+
+
+def test_an_engine_that_is_not_there_is_lost_within_the_deadline(world):
+    one = world(engine(), connect_timeout_s=5.0)
+    one.engines[0].close()
+    started = time.monotonic()
+    with pytest.raises(EngineLost, match=one.engines[0].url):
+        _ = one.session
+    assert time.monotonic() - started < 6
+
+
+def test_a_wrong_publisher_token_is_a_configuration_error(world):
+    one = world(engine())
+    address = one.publisher.address.split("#")[0] + "#wrong"
+    with pytest.raises(ConfigError, match="token"):
+        Session(settings(engines=[{"url": one.engines[0].url}], publishers=[address]), trainer="dtensor_v2")
+
+
+def test_one_flipped_bit_in_the_engine_is_found(world):
+    one = world(engine(2))
+    one.push(1)
+    rank = one.engines[0].models[1]
+    original = one.session._links[0].client.end
+
+    def end_and_flip(deadline):
+        original(deadline)
+        rank.down.view(torch.int32)[3, 2] ^= 1
+
+    one.session._links[0].client.end = end_and_flip
+    with pytest.raises(VerifyMismatch, match=r"mlp\.down\.weight") as caught:
+        one.push(2)
+    assert (caught.value.rank, caught.value.tensor) == (1, "mlp.down.weight")
+    assert one.engines[0].weight_version == "1"
+
+
+BAD_REPLIES = ["500", "400", "200 false", "not json", "drop"]
+
+
+
+@pytest.mark.parametrize("how", BAD_REPLIES)
+def test_a_bad_reply_on_bucket_three_of_five_names_engine_bucket_and_fences(world, how):
+    one = world(engine(receiver=False), verify="none", bucket_bytes=64)
+    total = len(one.session._routes["bucket"]._buckets)
+    assert total >= 4
+    one.engines[0].misbehave(UPDATE, how, at=3)
+    with pytest.raises(WeightSyncError) as caught:
+        one.push(1)
+    error = caught.value
+    assert isinstance(error, EngineRejected | EngineLost)
+    assert error.engine == one.engines[0].url and f"bucket 3 of {total}" in str(error)
+    assert error.report[0]["state"] == "fenced" and one.engines[0].paused
+    report = one.push(2)
+    assert report.engines[0].state == "serving"
+    assert_serves(one.engines[0], one.tensors, 2)
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", UPDATE, "/continue_generation"])
+def test_an_engine_that_never_answers_ends_the_push_by_its_deadline(world, path):
+    one = world(engine(), on_engine_failure="raise")
+    one.push(1)
+    one.engines[0].misbehave(path, "silent", times=5)
+    started = time.monotonic()
+    with pytest.raises(TransferTimeout) as caught:
+        one.push(2, timeout_s=3.0)
+    assert time.monotonic() - started < 6
+    assert caught.value.engine == one.engines[0].url
+
+
+def test_after_a_failed_pause_everyone_works_again_with_the_old_version(world):
+    one = world(engine(), engine(), engine())
+    one.push(1)
+    old = {name: tensor.clone() for name, tensor in one.tensors.items()}
+    one.engines[1].misbehave("/pause_generation", "500")
+    with pytest.raises(EngineRejected) as caught:
+        one.push(2)
+    assert caught.value.engine == one.engines[1].url
+    for each in one.engines:
+        assert_serves(each, old, 1)
+
+
+def test_a_killed_engine_is_lost_and_the_others_go_on_when_told_to(world):
+    one = world(engine(), engine(), on_engine_failure="exclude")
+    one.push(1)
+    one.engines[0].close()
+    report = one.push(2)
+    assert [e.state for e in report.engines][-1] == "serving"
+    assert one.session.status().engines[0].state == "lost"
+    assert_serves(one.engines[1], one.tensors, 2)
+
+
+def test_engines_come_and_go(world):
+    one = world(engine())
+    one.push(1)
+    late = engine(2)
+    one.engines.append(late)
+    one.session.add_engine(EngineConfig(url=late.url))
+    assert late.paused, "it must not serve what it booted with"
+    one.push(2)
+    assert_serves(late, one.tensors, 2)
+    one.session.remove_engine(one.engines[0].url)
+    one.push(3)
+    assert_serves(late, one.tensors, 3)
+    assert one.engines[0].weight_version == "2"
+
+
+def test_nothing_is_left_after_close(world):
+    before = {t.name for t in threading.enumerate()}
+    one = world(engine(2))
+    one.push(1)
+    one.close()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        left = {t.name for t in threading.enumerate()} - before
+        if not left:
+            break
+        time.sleep(0.05)
+    assert not {name for name in left if "retire" not in name and not name.startswith("Thread")}
