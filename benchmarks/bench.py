@@ -1,0 +1,221 @@
+"""One trainer and one engine, and everything that is measured between them. Rows are written as they come."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import models, rows
+from benchmarks.actor import Actor, open_actor
+from benchmarks.rank_wire import Floor, FloorRequest, StockRequest, StockRuns, StockSetup, Times
+from benchmarks.rows import STOCK, EngineRef, Row, Struct
+from benchmarks.trainers import Trainers
+from weightsync.config import Config, EngineConfig, EnvConfig
+from weightsync.engines.local import LocalEngine, free_port
+from weightsync.spec import SyncReport
+
+WARMUP = 2
+CALL_TIMEOUT_S = 300.0
+
+
+class StockCalls(Struct):
+    """A way to push by SGLang's own calls. ``limit_bytes``: as in ``StockRequest``."""
+
+    name: str
+    limit_bytes: int
+    flattened: bool = False
+    distributed: bool = False
+
+
+class Setting(Struct):
+    """A way to push with weightsync."""
+
+    route: str
+    verify: str = "none"
+    bucket_bytes: int = 512 << 20
+
+    @property
+    def name(self) -> str:
+        return self.route + ("" if self.verify == "none" else ", verified")
+
+
+class Subject(Struct):
+    """What is measured, as every row says it. ``dtype`` is the engine's, ``engine_gpus`` UUIDs by TP rank (on GPUs)."""
+
+    model: str
+    dtype: str
+    gpu: str
+    num_gpus: int
+    engine: EngineRef
+    engine_gpus: list[str]
+    versions: dict[str, str]
+    commit: str
+
+
+class Plan(Struct):
+    """How often, how long: ``n`` pushes each; stock calls end after ``stock_budget_s``; ``actor``: see open_actor."""
+
+    n: int = 10
+    stock_budget_s: float = 20.0
+    actor: str = "inline"
+    timeout_s: float = 60.0
+    envs: dict[str, EnvConfig] = msgspec.field(default_factory=dict)
+
+
+class Bench:
+    """Measures one subject. A measurement that fails is noted in ``failures``, and the next one is tried."""
+
+    def __init__(self, subject: Subject, plan: Plan, trainers: Trainers, engine: LocalEngine, out: Path) -> None:
+        self.subject, self.plan, self.trainers, self.engine = subject, plan, trainers, engine
+        self.steps = itertools.count(1)
+        self.rows: list[Row] = []
+        self.failures: dict[str, str] = {}
+        self.details: dict[str, Any] = {"failures": self.failures}
+        self._specs = models.tensors(models.model(subject.model), subject.dtype)
+        self._out = out
+        self._floor_s = 0.0
+
+    # -------------------------------------------------------------------------------------------------- measuring
+
+    def attempt(self, name: str, measure: Callable[[], None]) -> bool:
+        """Run ``measure``; False if it failed. Then everything found so far is written."""
+        started = time.monotonic()
+        try:
+            measure()
+        except Exception as e:  # the benchmark's own boundary: one setting must not cost the others
+            traceback.print_exc()
+            self.failures[name] = f"{type(e).__name__}: {e}"
+        print(f"  {name}: {self.failures.get(name, 'done')[:300]} ({time.monotonic() - started:.1f} s)", flush=True)
+        self.write()
+        return name not in self.failures
+
+    def floor(self, setting: Setting) -> None:
+        """Copy the plan's bytes plainly: each engine rank's local bytes at copy speed, remote ones at peer speed."""
+        actor = self.open(setting)
+        summary = actor.plan()
+        actor.close()
+        self.details["plan"] = summary.explain()
+        copies = self._copy_rates(self.subject.engine_gpus)
+        by_rank = {row.engine_rank: 0.0 for row in summary.traffic}
+        for row in summary.traffic:
+            by_rank[row.engine_rank] += row.num_bytes / copies[row.same_device]
+        self._floor_s = max(by_rank.values()) if by_rank else models.num_bytes(self._specs) / copies[True]
+        self.details["floor_s"] = self._floor_s
+
+    def _copy_rates(self, engine_gpus: Sequence[str]) -> dict[bool, float]:
+        """Bytes/s of a copy on one device (True) and between two (False); the slowest of all ranks at once."""
+        homes = [info.device_uuid for info in self.trainers.infos]
+        rates = {True: self._rate("local", [FloorRequest(self.subject.dtype) for _ in homes])}
+        elsewhere = [next((gpu for gpu in engine_gpus if gpu != home), "") for home in homes]
+        if all(elsewhere):
+            rates[False] = self._rate("peer", [FloorRequest(self.subject.dtype, device=gpu) for gpu in elsewhere])
+        return rates
+
+    def _rate(self, name: str, requests: list[FloorRequest]) -> float:
+        found = self.trainers.each_its("floor", requests, returns=Floor, timeout_s=CALL_TIMEOUT_S)
+        self.details[f"copies, {name}"] = [msgspec.to_builtins(f) for f in found]
+        return min(f.num_bytes / f.best_s for f in found)
+
+    def stock(self, calls: Sequence[StockCalls]) -> None:
+        """SGLang's own calls; each failure is noted on its own."""
+        port = free_port() if any(c.distributed for c in calls) else 0
+        setup = StockSetup(self.engine.url, self.subject.engine.tp, port)
+        if not self.attempt("stock setup", lambda: self.trainers.each("stock_setup", setup, timeout_s=CALL_TIMEOUT_S)):
+            return
+        for c in calls:
+            self.attempt(f"stock: {c.name}", lambda c=c: self._stock_calls(c))
+        self.attempt("stock end", lambda: self.trainers.each("stock_close", timeout_s=CALL_TIMEOUT_S))
+
+    def _stock_calls(self, calls: StockCalls) -> None:
+        request = StockRequest(self.subject.dtype, calls.limit_bytes, calls.flattened, calls.distributed)
+        runs = StockRuns(request, self.plan.n, self.plan.stock_budget_s)
+        times = self.trainers.each("stock", runs, returns=Times, timeout_s=CALL_TIMEOUT_S)[0]
+        self.add(f"stock: {calls.name}", STOCK, "none", times.seconds, {})
+
+    def push(self, setting: Setting, *, label: str = "", beside: AbstractContextManager | None = None) -> None:
+        """``plan.n`` pushes of changed weights, phases apart. ``beside`` is entered for their time."""
+        actor = self.open(setting)
+        try:
+            with beside or nullcontext():
+                reports, seconds = self._pushes(actor)
+        finally:
+            actor.close()
+        name = setting.name + (f", {label}" if label else "")
+        assert all(r.verified for r in reports) or setting.verify == "none", reports[-1].notes
+        phases = rows.median_phases(r.seconds for r in reports)
+        self.add(name, reports[-1].route, setting.verify, seconds, phases)
+        self.details[name] = {
+            "notes": reports[-1].notes,
+            "engine_s": median_seconds([r.engines[0].seconds for r in reports]),
+            "moved_bytes": reports[-1].num_bytes,
+        }
+
+    def open(self, setting: Setting) -> Actor:
+        """An actor that pushes as ``setting`` says."""
+        config = Config(
+            pair="sgl_dtensor_v2",
+            engines=[EngineConfig(url=self.engine.url)],
+            publishers=self.trainers.publishers,
+            route=setting.route,
+            verify=setting.verify,
+            bucket_bytes=setting.bucket_bytes,
+            timeout_s=self.plan.timeout_s,
+            connect_timeout_s=CALL_TIMEOUT_S,
+            envs=self.plan.envs,
+        )
+        return open_actor(self.plan.actor, config)
+
+    def _pushes(self, actor: Actor) -> tuple[list[SyncReport], list[float]]:
+        reports, seconds = [], []
+        for step in itertools.islice(self.steps, WARMUP + self.plan.n):
+            self.trainers.each("change", step)
+            started = time.perf_counter()
+            reports.append(actor.push(step))
+            seconds.append(time.perf_counter() - started)
+        return reports[WARMUP:], seconds[WARMUP:]
+
+    # ---------------------------------------------------------------------------------------------------- results
+
+    def add(self, name: str, route: str, verify: str, seconds: list[float], phases: dict[str, float]) -> None:
+        """Keep a row of this subject."""
+        s = self.subject
+        self.rows.append(
+            Row(
+                name=name,
+                gpu=s.gpu,
+                num_gpus=s.num_gpus,
+                model=s.model,
+                dtype=s.dtype,
+                num_bytes=models.num_bytes(self._specs),
+                num_tensors=len(self._specs),
+                trainer=self.trainers.infos[0].trainer,
+                engine=s.engine,
+                route=route,
+                verify=verify,
+                floor_s=self._floor_s,
+                push_s=rows.stats(seconds),
+                phases_s=phases,
+                stock_s={},
+                versions=s.versions,
+                commit=s.commit,
+            )
+        )
+
+    def write(self) -> None:
+        """Write ``rows`` and, beside them, what does not fit into a row."""
+        rows.write(self._out, rows.with_stock(self.rows))
+        beside = self._out.with_suffix(".details.json")
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(self.details), indent=2))
+
+
+def median_seconds(found: list[dict[str, float]]) -> dict[str, float]:
+    """The median of every key over dicts that have the same ones."""
+    return {key: statistics.median(f[key] for f in found) for key in found[0]}

@@ -1,0 +1,97 @@
+"""What the benchmark and its training ranks say to each other. Both ends of that wire; no torch."""
+
+from __future__ import annotations
+
+from benchmarks.rows import Struct
+
+
+class RankSpec(Struct):
+    """What a rank is to be. ``device``: ``cpu`` or ``cuda:N``; ``kind``, ``stacked``: as in ``trainer_build.build``."""
+
+    rank: int
+    ranks: int
+    rendezvous: str
+    model: str
+    dtype: str
+    device: str
+    kind: str = "plain"
+    stacked: bool = False
+    threads: int = 1
+
+
+class Ready(Struct):
+    """A rank that can be pushed from: where its publisher is, and where it takes commands."""
+
+    publisher: str
+    control: str
+
+
+class Info(Struct):
+    """What a rank is and holds. ``device_uuid`` is empty on a CPU."""
+
+    trainer: str
+    device_name: str
+    device_uuid: str
+    num_bytes: int
+    versions: dict[str, str]
+
+
+class Memory(Struct):
+    """Bytes that torch's allocator holds in this rank, now and at most so far."""
+
+    allocated: int
+    peak: int
+
+
+class FloorRequest(Struct):
+    """``dtype`` is what is written, ``device`` the UUID of the GPU written to ("": where the tensors are)."""
+
+    dtype: str
+    device: str = ""
+    repeats: int = 10
+
+
+class Floor(Struct):
+    """``num_bytes`` written by one copy of everything, and the median seconds of each way to do it."""
+
+    num_bytes: int
+    seconds: dict[str, float]
+
+    @property
+    def best_s(self) -> float:
+        return min(self.seconds.values())
+
+
+class StockRequest(Struct):
+    """One push by stock calls. ``limit_bytes`` is how much one call carries: 0 one tensor, -1 all of them.
+
+    ``flattened``: tensors are packed into one buffer first. ``distributed``: broadcast over the group that was
+    connected before, instead of handing over memory handles. ``dtype`` is the engine's.
+    """
+
+    dtype: str
+    limit_bytes: int
+    flattened: bool
+    distributed: bool = False
+
+
+class StockSetup(Struct):
+    """The engine that stock calls go to; with ``group_port`` also a group for distributed updates is made."""
+
+    url: str
+    tp_size: int
+    group_port: int = 0
+
+
+class Times(Struct):
+    """Seconds of each repetition (rank 0's; empty on others)."""
+
+    seconds: list[float]
+
+
+class StockRuns(Struct):
+    """Repetitions of one stock push, one before them that does not count; fewer than ``n`` if ``budget_s`` is over."""
+
+    request: StockRequest
+    n: int
+    budget_s: float
