@@ -1,0 +1,223 @@
+"""What a publisher does for the actor: describe, export, publish, seal. One a training rank, called from threads.
+
+A push reads one step: the training thread *marks* it, ``publish`` waits for that mark, and ``seal`` says afterwards
+whether anything was written to meanwhile. From the mark on, every write is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from weightsync import devices
+from weightsync.arena import Arena, Outlet
+from weightsync.deadline import Deadline
+from weightsync.errors import TransferError, TransferTimeout
+from weightsync.spec import Description, Export, Published, Sealed, Shard, SourceRegion
+from weightsync.trainers import Held, Reader
+from weightsync.versions import library_versions
+from weightsync.watch import Watch, published_fingerprints, source_fingerprints
+
+
+class _Mark(NamedTuple):
+    """The training thread's word that the weights are those of ``step``, once ``event`` (CUDA) has happened."""
+
+    step: int
+    watch: Watch
+    event: Any
+
+
+class _Shown(NamedTuple):
+    """What was published last."""
+
+    step: int
+    watch: Watch
+
+
+class Offer:
+    """One rank's weights. ``generation`` counts exports that became void: their memory moved or was withdrawn."""
+
+    def __init__(self, reader: Reader, *, rank: int, world_size: int, trainer: str) -> None:
+        self._reader, self._rank, self._world_size, self._trainer = reader, rank, world_size, trainer
+        self._boot_id = secrets.token_hex(8)
+        self._lock = threading.Lock()  # the outlet and what was shown
+        self._outlet: Outlet | None = None
+        self._arena: Arena | None = None
+        self._shown: _Shown | None = None
+        self._generation = 0
+        self._marking = threading.Condition()  # the mark
+        self._mark: _Mark | None = None
+        self._closed = False
+        held = reader.read()
+        reader.rules(held)
+        self._device = next((h.tensor.device for h in held if h.tensor.is_cuda), None)
+
+    # ---------------------------------------------------------------------------------------- the training thread
+
+    def mark(self, step: int) -> None:
+        """The weights are those of ``step`` from here on (from this point of the current CUDA stream)."""
+        event = None
+        if self._device is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+        mark = _Mark(step, Watch(self._reader.read()), event)
+        with self._marking:
+            self._mark = mark
+            self._marking.notify_all()
+
+    def withdraw(self) -> None:
+        """Let go of exported memory; what is published next must be exported first."""
+        with self._lock:
+            self._void()
+            if self._arena is not None:
+                self._arena.close()
+                self._arena = None
+
+    def close(self) -> None:
+        """Withdraw, and end every wait. Idempotent."""
+        with self._marking:
+            self._closed = True
+            self._marking.notify_all()
+        self.withdraw()
+
+    # -------------------------------------------------------------------------------------------------- the actor
+
+    def describe(self) -> Description:
+        """See ``publisher.Wire``, as for the others."""
+        with self._lock:
+            held = self._reader.read()
+            mark = self._mark
+            return Description(
+                rank=self._rank,
+                world_size=self._world_size,
+                trainer=self._trainer,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                boot_id=self._boot_id,
+                versions=library_versions(),
+                devices=[] if self._device is None else [devices.uuid_of(self._device)],
+                shards=[
+                    Shard(h.name, h.shape, h.dtype, h.box, tuple(h.tensor.stride()), is_buffer=h.is_buffer) for h in held
+                ],
+                rules=self._reader.rules(held),
+                step=mark.step if mark is not None else None,
+            )
+
+    def export(self, transport: str, dtypes: Mapping[str, str], *, in_place: bool) -> Export:
+        with self._lock, self._on_device():
+            self._check_open()
+            held = self._reader.read()
+            device = devices.uuid_of(self._device) if self._device is not None and transport != "shm" else ""
+            self._outlet = None
+            outlet = Outlet(
+                held, transport=transport, device=device, dtypes=dtypes, in_place=in_place, arena=self._take_arena()
+            )
+            self._outlet, self._arena, self._shown = outlet, outlet.arena, None
+            return Export(
+                segments=outlet.segments,
+                shards=outlet.shards,
+                generation=self._generation,
+                arena_bytes=outlet.arena_bytes,
+                notes=outlet.notes,
+            )
+
+    def publish(self, step: int, regions: Sequence[SourceRegion], timeout_s: float) -> Published:
+        start = time.perf_counter()
+        mark = self._wait_for(step, Deadline(timeout_s, f"publish of step {step}"))
+        with self._lock, self._on_device():
+            held = self._reader.read()
+            self._check_unwritten(step, mark.watch.written(held))
+            outlet = self._current(held)
+            fingerprints: list[int] = []
+            if outlet is not None:
+                if mark.event is not None:
+                    mark.event.synchronize()
+                self._shown = _Shown(step, Watch(held))
+                outlet.fill(held)
+                fingerprints = published_fingerprints(outlet.views, regions)
+                self._check_unwritten(step, self._shown.watch.changed(self._reader.read()))
+            return Published(step, self._generation, fingerprints, time.perf_counter() - start)
+
+    def seal(self, step: int, regions: Sequence[SourceRegion]) -> Sealed:
+        start = time.perf_counter()
+        with self._lock, self._on_device():
+            shown, held = self._shown, self._reader.read()
+            if shown is None or shown.step != step or self._outlet is None:
+                raise self._error(f"nothing is published as step {step}: its memory moved, was withdrawn or exported anew")
+            changed = shown.watch.changed(held)
+            self._check_same_tensors(self._outlet, held)
+            fingerprints = source_fingerprints(self._outlet.views, held, regions)
+            return Sealed(fingerprints, changed, time.perf_counter() - start)
+
+    # -------------------------------------------------------------------------------------------------- conditions
+
+    def _wait_for(self, step: int, deadline: Deadline) -> _Mark:
+        with self._marking:
+            while True:
+                self._check_open()
+                mark = self._mark
+                if mark is not None and mark.step == step:
+                    return mark
+                if mark is not None and mark.step > step:
+                    raise self._error(f"it is at step {mark.step} already, step {step} was asked for")
+                if deadline.passed():
+                    at = f"at step {mark.step}" if mark is not None else "not marked (step_done) at any step"
+                    why = f"it is {at}, and did not reach step {step} within {deadline.timeout_s:g} s"
+                    raise TransferTimeout(f"training rank {self._rank}: {why}", rank=self._rank, safe_to_retry=True)
+                self._marking.wait(deadline.remaining_s())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._error("its publisher was closed")
+
+    def _check_unwritten(self, step: int, written: list[str]) -> None:
+        if written:
+            names = ", ".join(written[:5]) + (", ..." if written[5:] else "")
+            raise TransferError(
+                f"training rank {self._rank}: {len(written)} tensors were written to after step {step} was marked "
+                f"(step_done), before it was published: {names}",
+                rank=self._rank,
+                tensor=written[0],
+                safe_to_retry=True,
+            )
+
+    def _current(self, held: Sequence[Held]) -> Outlet | None:
+        """The outlet, or None if what it exported is void: then the generation has changed."""
+        if self._outlet is None:
+            return None
+        self._check_same_tensors(self._outlet, held)
+        if self._outlet.moved(held):
+            self._void()
+        return self._outlet
+
+    def _check_same_tensors(self, outlet: Outlet, held: Sequence[Held]) -> None:
+        now, then = {h.name: (h.shape, h.box) for h in held}, {s.tensor: (s.shape, s.box) for s in outlet.shards}
+        different = [name for name in {**then, **now} if now.get(name) != then.get(name)]
+        if different:
+            raise self._error(
+                f"{len(different)} tensors came, went or are cut differently since they were exported "
+                f"({', '.join(different[:5])}): connect again"
+            )
+
+    def _void(self) -> None:
+        if self._outlet is not None:
+            self._generation += 1
+        self._outlet = self._shown = None
+
+    def _take_arena(self) -> Arena | None:
+        arena, self._arena = self._arena, None
+        return arena
+
+    def _error(self, why: str) -> TransferError:
+        return TransferError(f"training rank {self._rank}: {why}", rank=self._rank)
+
+    def _on_device(self) -> AbstractContextManager:
+        return nullcontext() if self._device is None else torch.cuda.device(self._device)

@@ -1,0 +1,127 @@
+"""The training worker's end: offers a rank's weights to the weight-sync actor, and that end's wire.
+
+    publisher = Publisher(model, rank=rank, world_size=world_size)
+    addresses = ...                       # every rank's publisher.address, to the driver
+    for step in range(steps):
+        train_step()
+        publisher.step_done(step)         # from here until push(step) returns the weights stay as they are
+
+It imports torch, pyzmq and msgspec only, and serves from threads of its own; ``step_done`` is what the training thread
+calls. The actor imports this file for the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from weightsync import trainers
+from weightsync.errors import ConfigError
+from weightsync.offer import Offer
+from weightsync.rpc import Server
+from weightsync.spec import Description, Export, Published, Sealed, SourceRegion, Struct
+from weightsync.transports import shm
+
+
+class ExportRequest(Struct):
+    """Make memory mappable by ``transport``, each tensor (by trainer name) in its dtype of ``dtypes`` or else its own.
+
+    ``in_place``: share the trainer's own memory where it can be shared; false: copy everything into an arena.
+    """
+
+    transport: str
+    dtypes: dict[str, str]
+    in_place: bool
+
+
+class PublishRequest(Struct):
+    """Wait up to ``timeout_s`` until ``step`` is marked, bring its bytes to where they are read, fingerprint ``regions``."""
+
+    step: int
+    regions: list[SourceRegion]
+    timeout_s: float
+
+
+class SealRequest(Struct):
+    """Fingerprint the sources of ``regions`` as they are now, and say what changed since ``step`` was published."""
+
+    step: int
+    regions: list[SourceRegion]
+
+
+class Wire:
+    """What the actor can call. Runs in threads of the server."""
+
+    def __init__(self, offer: Offer) -> None:
+        self._offer = offer
+
+    def describe(self) -> Description:
+        """Who this is, what it holds in its own layout, and how that maps to Hugging Face tensors."""
+        return self._offer.describe()
+
+    def export(self, request: ExportRequest) -> Export:
+        """Make the tensors' memory mappable; moves nothing. Raises TransferError where there is no room."""
+        return self._offer.export(request.transport, request.dtypes, in_place=request.in_place)
+
+    def publish(self, request: PublishRequest) -> Published:
+        """Raises TransferError if a later step is marked or weights were written after the mark, TransferTimeout.
+
+        If exported memory has moved or was withdrawn, the answer has another generation than the export and no
+        fingerprints: nothing was published, export again.
+        """
+        return self._offer.publish(request.step, request.regions, request.timeout_s)
+
+    def seal(self, request: SealRequest) -> Sealed:
+        """Raises TransferError if ``request.step`` is not what was published last, or its memory is gone."""
+        return self._offer.seal(request.step, request.regions)
+
+
+class Publisher:
+    """Offers one training rank's weights. Made, like ``step_done`` and ``close``, in the training thread.
+
+    ``model_or_tensors`` is a module, or a mapping of names to tensors or DTensors that is looked into anew at every
+    push. ``trainer`` says how shards are read. The server listens on ``host``. Raises ConfigError, naming the tensor,
+    where something cannot be published (adapters that are not merged, parameters on the meta device, partial sums).
+    """
+
+    def __init__(
+        self,
+        model_or_tensors: nn.Module | Mapping[str, torch.Tensor],
+        *,
+        rank: int,
+        world_size: int,
+        trainer: str = "dtensor_v2",
+        host: str = "127.0.0.1",
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} of world_size {world_size}: ranks go from 0 to world_size - 1")
+        shm.sweep()
+        reader = trainers.get(trainer)(model_or_tensors)
+        self._offer = Offer(reader, rank=rank, world_size=world_size, trainer=trainer)
+        self._server = Server(Wire(self._offer), host=host)
+
+    @property
+    def address(self) -> str:
+        """Where the actor reaches this publisher, with the token that it needs: ``tcp://HOST:PORT#TOKEN``."""
+        return self._server.address
+
+    def step_done(self, step: int) -> None:
+        """Mark the weights as those of ``step``, readable once what this thread's CUDA stream has queued is done."""
+        self._offer.mark(step)
+
+    def withdraw(self) -> None:
+        """Give the exported memory back, before the weights are offloaded. The next push exports it again."""
+        self._offer.withdraw()
+
+    def close(self) -> None:
+        """Stop serving and free all memory; a push under way fails. Idempotent."""
+        self._offer.close()
+        self._server.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,62 @@
+"""What each kind of trainer holds, behind one interface. Runs in training workers.
+
+A trainer's module has a function ``reader(model_or_tensors) -> Reader``. It is imported when it is asked for, so that a
+worker needs its own trainer's libraries only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from weightsync.errors import ConfigError
+from weightsync.spec import Box, Rule
+
+TRAINERS = ("dtensor_v2", "megatron")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A rank's part of one tensor, as it is at this moment.
+
+    ``tensor`` is the trainer's own memory (plain, detached, any strides), ``shape`` that of the whole tensor, ``offset``
+    where ``tensor`` starts in it. A rank that holds nothing has a ``tensor`` with a size of 0.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    is_buffer: bool = False
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.tensor.shape))
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype without the prefix: ``bfloat16``."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+
+class Reader(Protocol):
+    """Reads one trainer. Both methods raise ConfigError that names a tensor they cannot describe."""
+
+    def read(self) -> list[Held]:
+        """Every tensor of the model as it is now, in a stable order, each name once. Copies nothing."""
+        ...
+
+    def rules(self, held: list[Held]) -> list[Rule]:
+        """How the tensors of ``read`` become Hugging Face tensors."""
+        ...
+
+
+def get(name: str) -> Callable[[Any], Reader]:
+    """The ``reader`` function of a trainer. Raises ConfigError that lists those there are."""
+    if name not in TRAINERS:
+        raise ConfigError(f"unknown trainer {name!r}; there are {', '.join(TRAINERS)}")
+    return importlib.import_module(f"weightsync.trainers.{name}").reader
