@@ -78,11 +78,14 @@ def _randomise(module: nn.Module) -> None:
 
 @torch.no_grad()
 def change(module: nn.Module, step: int) -> None:
-    """Change every element, so that each still differs after a cast to bfloat16: flips low bits of its mantissa."""
+    """Change every element, so that each still differs after a cast to bfloat16: flips bits of its mantissa.
+
+    By two steps of bfloat16 at least where there is a cast, since rounding to even may undo one.
+    """
     mask = 1 + step % 7
     for part in locals_of(module):
         bits = part.view(_INTS[part.itemsize])
-        bits.bitwise_xor_(mask if part.itemsize == 2 else mask << 16)
+        bits.bitwise_xor_(mask if part.itemsize == 2 else mask << 17)
 
 
 def full_tensors(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
