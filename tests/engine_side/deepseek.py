@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from weightsync.demo_model import _write_safetensors
+
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -95,12 +97,10 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 def write(folder: Path, seed: int = 0) -> Path:
     """Write ``config.json`` and ``model.safetensors``; returns the folder."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_safetensors(folder / "model.safetensors", {n: w.numpy() for n, w in weights.items()}, "float32")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
