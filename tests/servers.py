@@ -1,4 +1,4 @@
-"""Real SGLang servers for tests: started on demand, one alive at a time (an idle one still takes a core), ended at the end."""
+"""Real SGLang servers for tests: started on demand, one alive at a time (an idle one still takes a core)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_TIMEOUT_S = 420.0
 
 
 class Kind(NamedTuple):
-    """What makes two servers interchangeable. ``version`` is SGLang's; every server has our receiver as custom loader."""
+    """What makes two servers interchangeable. ``version`` is SGLang's; each has our receiver as custom loader."""
 
     version: str
     tp_size: int = 1

@@ -1,4 +1,4 @@
-"""A small model on disk, made on the spot: config, seeded weights and a byte-level tokenizer. Needs numpy and no network.
+"""A small model on disk, made on the spot: config, seeded weights, byte-level tokenizer. Needs numpy and no network.
 
 SGLang, transformers and nemo-automodel read the folder like any checkpoint. Used by the demo and by tests.
 """
@@ -126,7 +126,8 @@ def hf_config(model: DemoModel) -> dict[str, Any]:
 
 def shapes(model: DemoModel) -> dict[str, tuple[int, ...]]:
     """Every tensor's Hugging Face name and shape, in checkpoint order."""
-    hidden, out = model.hidden_size, {"model.embed_tokens.weight": (model.vocab_size, model.hidden_size)}
+    hidden = model.hidden_size
+    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     for i in range(model.num_layers):
         layer = f"model.layers.{i}"
@@ -148,7 +149,8 @@ def shapes(model: DemoModel) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_shapes(model: DemoModel, prefix: str) -> dict[str, tuple[int, ...]]:
-    hidden, out = model.hidden_size, {}
+    hidden = model.hidden_size
+    out: dict[str, tuple[int, ...]] = {}
     if model.family == "qwen3_moe":
         out[f"{prefix}.gate.weight"] = (model.num_experts, hidden)
         blocks = [(f"{prefix}.experts.{e}", model.moe_intermediate_size) for e in range(model.num_experts)]
@@ -162,7 +164,7 @@ def _mlp_shapes(model: DemoModel, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def weights(model: DemoModel, *, seed: int) -> dict[str, numpy.ndarray]:
-    """Seeded float32 values by name: matrices and biases around 0, norms around 1 (so that no two tensors are equal)."""
+    """Seeded float32 values by name: matrices and biases around 0, norms around 1, so that no two tensors are equal."""
     import numpy
 
     random = numpy.random.default_rng(seed)
@@ -197,7 +199,7 @@ def _bytes_of(value: numpy.ndarray, dtype: str) -> bytes:
         return value.tobytes()
     if dtype == "float16":
         return value.astype(numpy.float16).tobytes()
-    bits = value.view(numpy.uint32)
+    bits: numpy.ndarray = value.view(numpy.uint32)
     rounded = bits + numpy.uint32(0x7FFF) + ((bits >> numpy.uint32(16)) & numpy.uint32(1))  # to nearest, ties to even
     return (rounded >> numpy.uint32(16)).astype(numpy.uint16).tobytes()
 

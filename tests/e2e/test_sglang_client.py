@@ -47,7 +47,9 @@ def soon(seconds: float = 60.0) -> Deadline:
     return Deadline(seconds, "test")
 
 
-def put(client: SglangEngine, kind: Kind, seed: int, *, flush: bool = True, share: bucket.Share = bucket.share_by_file) -> int:
+def put(
+    client: SglangEngine, kind: Kind, seed: int, *, flush: bool = True, share: bucket.Share = bucket.share_by_file
+) -> int:
     """Bring the model of ``seed`` into the engine in buckets; the number of buckets."""
     values = {n: torch.from_numpy(v) for n, v in weights(kind.model, seed=seed).items()}
     specs = [TensorSpec(n, tuple(v.shape), "float32") for n, v in values.items()]
@@ -110,7 +112,7 @@ def test_a_flush_is_refused_while_requests_wait_and_can_be_waited_for(client: Sg
     try:
         time.sleep(0.5)
         client.pause("in_place", soon())
-        with pytest.raises(EngineRejected, match="requests are waiting; the engine says: .*[Ff]lush"):
+        with pytest.raises(EngineRejected, match=r"requests are waiting; the engine says: .*[Ff]lush"):
             client.flush(soon())
         with pytest.raises(TransferTimeout, match="requests are waiting"):
             client.flush(soon(1.0), wait=True)

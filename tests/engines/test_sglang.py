@@ -1,4 +1,4 @@
-"""The SGLang client against the fake engine: what it sends, what it makes of answers, and that it always ends in time."""
+"""The SGLang client against the fake engine: what it sends, what it makes of answers, that it always ends in time."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_retract_needs_a_flush_that_works_after_it(version: str, refused: bool) 
     with FakeEngine(version=version) as fake:
         client = SglangEngine(fake.url, config=load_config({"pair": "sgl_dtensor_v2", "pause": "retract"}))
         if refused:
-            with pytest.raises(ConfigError, match="pause: retract: before 0.5.21"):
+            with pytest.raises(ConfigError, match=r"pause: retract: before 0\.5\.21"):
                 client.connect(soon())
         else:
             client.connect(soon())
@@ -263,7 +263,7 @@ def test_an_engine_that_is_not_there_is_lost_at_once() -> None:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     client = SglangEngine(url, config=CONFIG)
     started = time.monotonic()
-    with pytest.raises(EngineLost, match="GET /server_info at http://127.0.0.1:.*refused") as caught:
+    with pytest.raises(EngineLost, match=r"GET /server_info at http://127\.0\.0\.1:.*refused") as caught:
         client.connect(soon(20))
     assert time.monotonic() - started < 2
     assert caught.value.safe_to_retry and caught.value.engine == url

@@ -1,7 +1,7 @@
-"""A small HTTP server that answers the weight-update calls of SGLang, of either generation, and misbehaves when told to.
+"""A small HTTP server that answers SGLang's weight-update calls, of either generation, and misbehaves when told to.
 
-With ``models`` (one torch module a TP rank, having ``load_weights(iterable of (name, tensor))``) it really loads what it
-is sent, custom loaders included. What would kill a real engine kills this one: it drops the connection and is gone.
+With ``models`` (one torch module a TP rank, having ``load_weights(iterable of (name, tensor))``) it really loads what
+it is sent, custom loaders included. What would kill a real engine kills this one: it drops the connection and is gone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ UPDATE = "/update_weights_from_tensor"
 class FakeEngine:
     """One fake engine at ``url``, a context manager. ``calls`` records every request in order.
 
-    ``waiting`` requests make a flush fail. ``info`` overrides fields of ``/server_info``. ``weight_version``, ``paused``
-    and ``session_open`` are the engine's state, to be read or set by tests.
+    ``waiting`` requests make a flush fail. ``info`` overrides fields of ``/server_info``. ``weight_version``,
+    ``paused`` and ``session_open`` are the engine's state, to be read or set by tests.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FakeEngine:
     def misbehave(
         self, path: str, how: How, *, at: int = 1, times: int = 1, seconds: float = 0.0, applies: bool = False
     ) -> None:
-        """From the ``at``-th call of ``path`` on (counted from now), ``times`` times. ``applies``: do the work first."""
+        """From the ``at``-th call of ``path`` from now on, ``times`` times. ``applies``: do the work first."""
         self._faults.append(Fault(how, path, at - 1, times, seconds, applies))
 
     def paths(self, *, without: Sequence[str] = ("/server_info", "/model_info")) -> list[str]:

@@ -1,4 +1,4 @@
-"""A small torch module that loads as SGLang's models do: fused, sliced by TP rank, padded, and silent about other names."""
+"""A small torch module that loads as SGLang's models do: fused, sliced by TP rank, padded, silent about other names."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def unflatten(content: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def open_payload(payload: str) -> Any:
-    """The content of a base64 payload; raises Killed on a global that 0.5.23 does not allow, or on anything else wrong."""
+    """The content of a base64 payload; raises Killed on a global that 0.5.23 does not allow, or if it is malformed."""
     try:
         return _StrictUnpickler(io.BytesIO(base64.b64decode(payload))).load()
     except (ValueError, EOFError, pickle.UnpicklingError) as e:

@@ -157,10 +157,11 @@ out = []
 for payload in json.load(sys.stdin):
     content = MultiprocessingSerializer.deserialize(payload)
     bucket = FlattenedTensorBucket(flattened_tensor=content["flattened_tensor"], metadata=content["metadata"])
-    out.append([
-        [n, list(t.shape), str(t.dtype), bytes(t.contiguous().view(-1).view(torch.uint8).tolist()).hex() if t.numel() else ""]
-        for n, t in bucket.reconstruct_tensors()
-    ])
+    found = []
+    for name, t in bucket.reconstruct_tensors():
+        raw = bytes(t.contiguous().view(-1).view(torch.uint8).tolist()) if t.numel() else b""
+        found.append([name, list(t.shape), str(t.dtype), raw.hex()])
+    out.append(found)
 print(json.dumps(out))
 """
 

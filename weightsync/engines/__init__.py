@@ -1,4 +1,4 @@
-"""Engines: the protocol that a push speaks, whatever serves behind it. One module an engine; ``sglang`` is the first."""
+"""Engines: the protocol that a push speaks, whoever serves. One module an engine; the first is ``sglang``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PauseMode = Literal["abort", "retract", "in_place"]
 class EngineInfo(msgspec.Struct, frozen=True):
     """What an engine said about itself at connect.
 
-    ``generation``: ``plain`` takes weight updates at any time, ``session`` only between begin and end. ``tp_size`` counts
-    data-parallel-attention and expert-parallel ranks: it is how many payloads an update carries. ``device`` is the
-    engine's word for it (``cpu``, ``cuda``). ``has_receiver``: our receiver was named as custom weight loader.
+    ``generation``: ``plain`` takes weight updates at any time, ``session`` only between begin and end. ``tp_size``
+    counts data-parallel-attention and expert-parallel ranks: it is how many payloads an update carries. ``device`` is
+    the engine's word for it (``cpu``, ``cuda``). ``has_receiver``: our receiver was named as custom weight loader.
     """
 
     url: str

@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """``applies`` says whether the engine is refused, ``fields`` are shown with their values, ``why`` says what to do."""
+    """``applies``: whether the engine is refused. ``fields`` are shown with their values, ``why`` says what to do."""
 
     name: str
     fields: tuple[str, ...]

@@ -43,7 +43,7 @@ class SglangEngine:
     # ----------------------------------------------------------------------------------------------- the protocol
 
     def connect(self, deadline: Deadline) -> EngineInfo:
-        """Ask ``/server_info`` and ``/model_info``. Raises ConfigError with every reason to refuse, EngineLost if absent."""
+        """Ask ``/server_info`` and ``/model_info``. ConfigError gives every reason to refuse, EngineLost if it is gone."""
         server = self._json("GET", "/server_info", "connect", deadline, retry=True)
         model = self._json("GET", "/model_info", "connect", deadline, retry=True)
         text = str(server.get("version", ""))
@@ -73,12 +73,12 @@ class SglangEngine:
         self._json("POST", "/pause_generation", "pause", deadline, {"mode": mode}, retry=True)
 
     def flush(self, deadline: Deadline, wait: bool = False) -> None:
-        """``/flush_cache``. It is refused while requests run or wait; with ``wait`` it is asked again until the deadline."""
+        """``/flush_cache``. Refused while requests run or wait; with ``wait`` it is asked again until the deadline."""
         while True:
             reply = self._call("POST", "/flush_cache", "flush", deadline, retry=True)
             if reply.is_success:
                 return
-            error = self._rejected(reply, "flush", retry=True, hint="the KV cache was not flushed: requests are waiting")
+            error = self._rejected(reply, "flush", True, hint="the KV cache was not flushed: requests are waiting")
             if not wait or reply.status_code != httpx.codes.BAD_REQUEST:
                 raise error
             if deadline.remaining_s() <= FLUSH_RETRY_S:
@@ -86,7 +86,7 @@ class SglangEngine:
             time.sleep(FLUSH_RETRY_S)
 
     def begin(self, deadline: Deadline) -> str:
-        """``/begin_weight_update`` from 0.5.21 on. A session that is open already is closed first, and the note says so."""
+        """``/begin_weight_update`` from 0.5.21 on. A session that is open already is closed first; the note says so."""
         if not self._sessions():
             return ""
         try:
@@ -168,7 +168,8 @@ class SglangEngine:
     def _call(
         self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
     ) -> httpx.Response:
-        doing, where = f"{method} {path}", {"engine": self.url, "phase": phase}
+        doing = f"{method} {path}"
+        where: dict[str, Any] = {"engine": self.url, "phase": phase}
         deadline.check(doing, **where, safe_to_retry=True)
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -187,7 +188,7 @@ class SglangEngine:
         if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             key = "the api_key given is not accepted" if self._key else "it wants an api_key, and none is configured"
             raise ConfigError(
-                f"{doing}: HTTP {reply.status_code}: {key} (an engine started with --admin-api-key takes only that one)",
+                f"{doing}: HTTP {reply.status_code}: {key} (an engine with an --admin-api-key takes only that one)",
                 **where,
             )
         return reply
@@ -212,7 +213,7 @@ class SglangEngine:
         return EngineRejected("; ".join(parts), engine=self.url, phase=phase, safe_to_retry=retry)
 
     def _text(self, reply: httpx.Response) -> str:
-        """The server's own words: its ``message`` or ``error`` if it sent one, cut to a readable length, without our key."""
+        """The server's own words: its ``message`` or ``error`` if it sent one, cut to a readable length, key masked."""
         text = reply.text
         try:
             content = msgspec.json.decode(reply.content)

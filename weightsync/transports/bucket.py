@@ -33,7 +33,7 @@ _MLA_MARK = "kv_a_proj_with_mqa"
 
 
 class Entry(NamedTuple):
-    """A tensor of a bucket: it fills bytes ``start`` to ``end`` of the buffer, contiguous, at a multiple of its itemsize."""
+    """A tensor of a bucket: contiguous, in bytes ``start`` to ``end`` of the buffer, at a multiple of its itemsize."""
 
     tensor: TensorSpec
     start: int
@@ -70,7 +70,7 @@ def plan_buckets(tensors: Iterable[TensorSpec], limit_bytes: int) -> list[Bucket
 
 
 def _units(tensors: list[TensorSpec]) -> Iterable[list[TensorSpec]]:
-    """Runs of tensors that must share a bucket: one each, but the whole attention module where SGLang fuses in a call."""
+    """Runs of tensors that must share a bucket: one each, or a whole attention module where SGLang fuses in a call."""
     fused = {t.name.split(_MLA_MARK)[0] for t in tensors if _MLA_MARK in t.name}
     units: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
@@ -116,8 +116,8 @@ def dtype_of(name: str) -> torch.dtype:
 class Arena:
     """``nbytes`` of host memory that other processes can map: a file in shared memory, made by torch.
 
-    ``tensor`` is uint8, 1-D. ``close`` removes the file; processes that map it, and views of ``tensor``, keep the memory
-    until they let go. A payload that was not opened before that cannot be opened any more.
+    ``tensor`` is uint8, 1-D. ``close`` removes the file; processes that map it, and views of ``tensor``, keep the
+    memory until they let go. A payload that was not opened before that cannot be opened any more.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -136,10 +136,8 @@ class Arena:
 
 
 def views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """The bucket's tensors as views of ``flat`` (uint8, 1-D, ``bucket.nbytes`` or longer), in order, to be written to."""
-    return [
-        flat[e.start : e.end].view(dtype_of(e.tensor.dtype)).view(e.tensor.shape) for e in bucket.entries
-    ]
+    """The bucket's tensors, in order, as views of ``flat`` (uint8, 1-D, ``bucket.nbytes`` or longer) to write to."""
+    return [flat[e.start : e.end].view(dtype_of(e.tensor.dtype)).view(e.tensor.shape) for e in bucket.entries]
 
 
 def fill(flat: torch.Tensor, bucket: Bucket, tensors: Iterable[torch.Tensor]) -> None:
