@@ -55,7 +55,13 @@ class Session:
     def plan(self) -> PlanSummary:
         """What every push moves, by which route, and what is not covered."""
         assert self._plan is not None
-        return self._plan.summary()
+        summary, routes = self._plan.summary(), {link.url: link.route for link in self._links}
+        return msgspec.structs.replace(
+            summary,
+            route="+".join(sorted(set(routes.values()))),
+            traffic=[msgspec.structs.replace(row, route=routes[row.engine]) for row in summary.traffic],
+            notes=[*summary.notes, *(note for link in self._links for note in link.notes), *self._export_notes()],
+        )
 
     def push(self, request: PushRequest) -> SyncReport:
         """Bring ``request.step`` into every engine. See ``weightsync.push`` for what a failure leaves behind."""
@@ -138,7 +144,9 @@ class Session:
         return offered(descriptions, self._config.rename, self._config.leave_out)
 
     def _check_same_node(self, link: EngineLink) -> None:
-        hosts = {d.host for d in self._workers.descriptions.values()} | {layout.host for layout in link.layouts}
+        hosts = {d.host for d in self._workers.descriptions.values()}
+        if link.route != "nccl":
+            hosts |= {layout.host for layout in link.layouts}
         if len(hosts) > 1:
             raise ConfigError(
                 f"route {link.route} needs trainer and engine on one node, but they are on {sorted(hosts)}",
@@ -164,6 +172,9 @@ class Session:
         )
         self._prepare(deadline)
 
+    def _export_notes(self) -> list[str]:
+        return [f"training rank {rank}: {note}" for rank, e in self._exports.items() for note in e.notes]
+
     def _prepare(self, deadline: Deadline) -> None:
         assert self._plan is not None
         for name in dict.fromkeys(link.route for link in self._links):
@@ -178,6 +189,10 @@ class Session:
         def by_bucket(select: Callable[[str], bool]) -> Route:
             return BucketRoute(self._fanout, self._config, self._workers.rules, select)
 
+        if name == "nccl":
+            from weightsync.routes_nccl import NcclRoute
+
+            return NcclRoute(self._fanout, self._config, self._workers)
         return by_bucket(lambda tensor: True) if name == "bucket" else PullRoute(self._fanout, by_bucket)
 
     # --------------------------------------------------------------------------------------------------- pushing

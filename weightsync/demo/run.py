@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True):
     verified: bool
 
 
-def run(*, pair: str = "sgl_dtensor_v2", pushes: int = 8, steps_per_push: int = 6, console: Console | None = None) -> list[Row]:
+def run(*, pair: str = "sgl_dtensor_v2", pushes: int = 8, steps_per_push: int = 4, console: Console | None = None) -> list[Row]:
     """Train, push, ask, compare. Raises WeightSyncError as soon as engine and trainer disagree on one token.
 
     Returns the table's rows.
@@ -61,7 +61,7 @@ def run(*, pair: str = "sgl_dtensor_v2", pushes: int = 8, steps_per_push: int = 
         sync = stack.enter_context(
             weightsync.launch(config, publishers=[t.address for t in trainers], engines=[engine.url])
         )
-        console.print(sync.plan().explain(), highlight=False)
+        console.print(sync.plan().explain(), highlight=False, markup=False, soft_wrap=True)
         rows = _loop(sync, trainers, engine, _Tokens(model), pushes, steps_per_push, console)
     console.print(f"done in {time.monotonic() - started:.0f} s")
     return rows
@@ -180,7 +180,8 @@ class _Tokens:
         return [self._ids[c] for c in text]
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(self._texts.get(t, "\N{REPLACEMENT CHARACTER}") for t in tokens)
+        texts = (self._texts.get(t, "?") for t in tokens)
+        return "".join(text if text.isascii() and len(text) == 1 else "\N{MIDDLE DOT}" for text in texts)
 
 
 def _write_model(folder: Path) -> Path:

@@ -1,14 +1,13 @@
 """One training rank of the demo: nemo-automodel's Qwen3 under FSDP2 on gloo. Runs in envs/automodel.
 
-This is the whole change that a training worker needs: make a ``Publisher`` once, call ``step_done`` after a step.
+This is the whole change that a training worker needs: make a ``Publisher`` once, call ``step_done`` after a step. The
+driver imports this file to name the class to Ray, so what needs torch is imported inside.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-
-from weightsync.publisher import Publisher
 
 
 class DemoTrainer:
@@ -21,6 +20,8 @@ class DemoTrainer:
     def __init__(self, rank: int, world_size: int, rendezvous: str, model: str, *, learning_rate: float = 3e-3) -> None:
         import torch
         import torch.distributed as dist
+
+        from weightsync.publisher import Publisher
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)

@@ -113,5 +113,6 @@ def _command(model: str | Path, dtype: str, port: int) -> list[str]:
         "--host": "127.0.0.1",
         "--port": str(port),
     }
-    flags = ["--disable-overlap-schedule", "--skip-server-warmup"]
+    # An idle scheduler polls without pause, and takes a whole core, unless told to sleep.
+    flags = ["--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"]
     return ["-m", "sglang.launch_server", *[part for pair in options.items() for part in pair], *flags]
