@@ -142,7 +142,7 @@ def dense(table: Table, shapes: list[Shape], owner_device: int, tune: bool) -> N
         table.add("dense", "torch._foreach_copy_", 2 * nbytes, lambda: torch._foreach_copy_(targets, sources))
         graph = captured(lambda: [t.copy_(s) for t, s in pairs])
         table.add("dense", "CUDA graph of copy_", 2 * nbytes, graph.replay)
-        for method in ("kernel", "batch", "streams"):
+        for method in ("auto", "kernel", "batch", "streams"):
             puller, seconds = built(lambda method=method: cuda_ipc.make_puller(pairs, method=method))
             whole.zero_()
             puller.run()
@@ -152,7 +152,7 @@ def dense(table: Table, shapes: list[Shape], owner_device: int, tune: bool) -> N
             )
         table.add("dense", "floor again", 2 * nbytes, lambda: whole.copy_(arena))
         if tune:
-            tune_chunks(table, pairs, nbytes)
+            tune_chunks(table, "dense", pairs, nbytes)
         prints(table, "dense", sources, None, tune)
         ours = fingerprint_cuda.fingerprint_many([(t, (0,) * t.dim()) for t in targets])
         assert ours == fingerprint_cuda.fingerprint_many([(s, (0,) * s.dim()) for s in sources])
@@ -165,15 +165,16 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def tune_chunks(table: Table, pairs: list[cuda_tables.Pair], nbytes: int) -> None:
-    for chunk, step, warps, programs in itertools.product((64 << 10, 256 << 10), (16 << 10, 32 << 10), (4, 8), (8, 32)):
+def tune_chunks(table: Table, case: str, pairs: list[cuda_tables.Pair], nbytes: int) -> None:
+    """Other chunk lengths, step sizes, warps and programs than those in the code, everything by the kernel."""
+    for chunk, step, warps, programs in itertools.product((32 << 10, 64 << 10), (8 << 10, 16 << 10), (4, 8), (16, 32)):
         with (
             tuned(cuda_tables, CHUNK_BYTES=chunk),
             tuned(cuda_copy, _CHUNK_STEP_BYTES=step, _CHUNK_WARPS=warps, _PROGRAMS_PER_SM=programs),
         ):
-            puller = cuda_ipc.make_puller(pairs)
+            puller = cuda_ipc.make_puller(pairs, method="kernel")
         name = f"{chunk >> 10}K by {step >> 10}K, {warps} warps, {programs}/SM"
-        table.add("dense tune", name, 2 * nbytes, puller.run)
+        table.add(f"{case} tune", name, 2 * nbytes, puller.run)
 
 
 def prints(table: Table, case: str, tensors: list[torch.Tensor], dtype: torch.dtype | None, tune: bool) -> None:
@@ -184,9 +185,7 @@ def prints(table: Table, case: str, tensors: list[torch.Tensor], dtype: torch.dt
     table.add(case, "fingerprints", nbytes, prepared.run, build_s=seconds)
     if not tune:
         return
-    for shape, programs in itertools.product(
-        ((256, 256, 32), (256, 256, 64), (128, 256, 16), (128, 512, 16)), (4, 8, 16)
-    ):
+    for shape, programs in itertools.product(((128, 512, 16), (256, 512, 16), (128, 512, 8), (128, 1024, 8)), (16, 32)):
         shapes = {**fingerprint_cuda._SHAPES, "wide": shape}
         with tuned(fingerprint_cuda, _SHAPES=shapes, _PROGRAMS_PER_SM=programs):
             prepared = fingerprint_cuda.Fingerprints(items, dtype)
@@ -231,7 +230,9 @@ def experts(table: Table, layers: int, tune: bool) -> None:
         lambda: [a.copy_(b.mT) for a, b in zip(w13 + w2, up + down, strict=True)],
     )
     shapes = (
-        itertools.product(((64, 64), (128, 64), (64, 128), (128, 128)), (4, 8)) if tune else [(cuda_copy._TRANSPOSE, 4)]
+        itertools.product(((64, 128), (128, 128), (256, 128), (128, 256)), (8, 16))
+        if tune
+        else [(cuda_copy._TRANSPOSE, 8)]
     )
     for shape, warps in shapes:
         with tuned(cuda_copy, _TRANSPOSE=shape, _TILE_WARPS=warps):
@@ -250,18 +251,33 @@ def slices(table: Table, tune: bool) -> None:
     pairs, moved = [(t, s[:, 6144:]) for t, s in zip(targets, sources, strict=True)], 4 * 40 * 4096 * 6144
     table.add("slices", "torch copy_ each", moved, lambda: [t.copy_(s) for t, s in pairs])
     for shape, warps in (
-        itertools.product(((32, 256), (16, 512), (64, 256), (8, 1024)), (4, 8)) if tune else [((32, 256), 4)]
+        itertools.product(((32, 256), (8, 512), (4, 1024)), (4, 8))
+        if tune
+        else [(cuda_copy._WIDE, cuda_copy._TILE_WARPS)]
     ):
         with tuned(cuda_copy, _WIDE=shape, _TILE_WARPS=warps):
             puller = cuda_ipc.make_puller(pairs)
         table.add("slices", f"puller {shape}, {warps} warps", moved, puller.run)
 
 
+def pieces(table: Table, tune: bool) -> None:
+    """Contiguous expert matrices of 3 MiB, too small for the driver's copies and too many: what the kernel is for."""
+    shapes = [(768, 2048)] * 4096
+    sources = list(torch.randn(4096, 768, 2048, dtype=torch.bfloat16, device="cuda").unbind())
+    targets, nbytes = carve(shapes)[::-1], 2 * numel_of(shapes)
+    pairs = list(zip(targets, sources, strict=True))
+    for method in ("auto", "batch", "streams"):
+        puller, seconds = built(lambda method=method: cuda_ipc.make_puller(pairs, method=method))
+        table.add("3 MiB pieces", f"puller {method}", 2 * nbytes, puller.run, build_s=seconds, copies=len(pairs))
+    if tune:
+        tune_chunks(table, "3 MiB pieces", pairs, nbytes)
+
+
 def small(table: Table) -> None:
     """Launch overhead: a thousand tensors of 256 bytes."""
     sources = [torch.randn(128, dtype=torch.bfloat16, device="cuda") for _ in range(1000)]
     pairs = list(zip(carve([(128,)] * 1000), sources, strict=True))
-    for method in ("kernel", "batch", "streams"):
+    for method in ("auto", "kernel", "batch", "streams"):
         puller = cuda_ipc.make_puller(pairs, method=method)
         table.add("1000 small", f"puller {method}", 2 * 256 * 1000, puller.run)
     prints(table, "1000 small", sources, None, False)
@@ -283,7 +299,7 @@ def main() -> None:
             lambda: casting(table, shapes, options.tune),
             lambda: experts(table, max(1, int(12 * options.scale)), options.tune),
         ]
-        cases += [lambda: slices(table, options.tune), lambda: small(table)]
+        cases += [lambda: slices(table, options.tune), lambda: pieces(table, options.tune), lambda: small(table)]
     for case in cases:
         case()
         torch.cuda.empty_cache()

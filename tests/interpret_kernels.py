@@ -13,10 +13,14 @@ import torch
 
 from weightsync import fingerprint_cuda
 from weightsync.fingerprint import MASK, fingerprint
-from weightsync.transports import cuda_copy
+from weightsync.transports import cuda_copy, cuda_tables
 from weightsync.transports.cuda_tables import chunks_of, split
 
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=1)
+# Small tiles: quick to interpret, and every case takes several.
+fingerprint_cuda._SHAPES = {"wide": (16, 64, 8), "flat": (1, 256, 1)}
+cuda_tables.CHUNK_BYTES, cuda_copy._CHUNK_STEP_BYTES = 4096, 1024
+cuda_copy._TRANSPOSE, cuda_copy._WIDE, cuda_copy._NARROW = (32, 32), (8, 128), (16, 64)
 CPU = torch.device("cpu")
 
 
@@ -45,8 +49,8 @@ def pull(pairs: list[cuda_copy.Pair]) -> None:
 
 
 def check_fingerprints() -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.float8_e4m3fn):
-        whole = raw((40, 272), dtype)
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.int64):
+        whole = raw((40, 136), dtype) if dtype != torch.int64 else raw((10, 48), dtype)
         views = [
             whole,
             whole.t(),
@@ -57,7 +61,7 @@ def check_fingerprints() -> None:
             whole[2, 3],
             whole[:0],
         ]
-        views += [raw((3, 5, 2, 16), dtype).permute(2, 0, 3, 1), raw((5000,), dtype)]
+        views += [raw((3, 5, 2, 16), dtype).permute(2, 0, 3, 1), raw((1000,), dtype)]
         for view in views:
             origin = tuple(range(7, 7 + view.dim()))
             assert on_kernel(view, origin) == fingerprint(view, origin), (dtype, view.shape, view.stride())
@@ -70,7 +74,7 @@ def check_fingerprint_of_cast() -> None:
 
 
 def check_copies() -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.float64):
+    for dtype in (torch.bfloat16, torch.uint8, torch.float64):
         source = raw((6, 70, 96), dtype)
         target = torch.zeros_like(source)
         flat = torch.zeros(40000, dtype=dtype)

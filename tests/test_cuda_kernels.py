@@ -18,6 +18,6 @@ PROGRAM = Path(__file__).with_name("interpret_kernels.py")
 def test_kernel(check: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), check], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, str(PROGRAM), check], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip().endswith("ok"), done.stderr

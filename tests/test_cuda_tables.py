@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import TransferError
@@ -63,6 +63,7 @@ def test_a_cast_that_copying_cannot_do_is_refused() -> None:
         split([(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32))])
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(
         st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(1, 300_000)), min_size=1, max_size=5
@@ -83,6 +84,7 @@ def test_chunks_cover_each_byte_once(parts: list[tuple[int, int, int]]) -> None:
     assert sum(r[2] for r in ranges) == sum(p.length for p in spaced)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=6))
 def test_tiles_cover_each_box_once(shapes: list[tuple[int, int]]) -> None:
     rows, cols = torch.tensor(shapes).unbind(1)

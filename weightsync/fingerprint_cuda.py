@@ -24,8 +24,8 @@ _RAW = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _FIELDS = 10  # of a slab: address, rows, cols, row stride, col stride, row at, col at, row salt, col salt, prefix
 _NO_DIM = (1, 0, 0, -1)  # size, stride, origin, salt
-_SHAPES = {"wide": (256, 256, 32), "flat": (1, 4096, 1)}  # rows and cols of a tile, rows at a time
-_PROGRAMS_PER_SM = 8
+_SHAPES = {"wide": (128, 512, 16), "flat": (1, 4096, 1)}  # rows and cols of a tile, rows at a time
+_PROGRAMS_PER_SM = 32
 
 
 def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) -> list[int]:

@@ -69,7 +69,7 @@ def test_other_casts_are_made_by_torch() -> None:
     assert fingerprint_cuda.fingerprint_many([(x, (0, 0))], torch.float32) == [fingerprint(x.float().cpu(), (0, 0))]
 
 
-@pytest.mark.parametrize("method", ["kernel", "batch", "streams"])
+@pytest.mark.parametrize("method", ["auto", "kernel", "batch", "streams"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies_are_equal_to_the_byte(dtype: torch.dtype, method: str) -> None:
     sources = views(raw((120, 544), dtype))
@@ -103,6 +103,16 @@ def test_transposed_experts_take_one_launch() -> None:
     puller.run()
     assert puller.num_launches == 1
     assert torch.equal(bits(target), bits(experts.transpose(1, 2)))
+
+
+def test_large_pieces_and_small_ones_are_one_run() -> None:
+    sources = [raw((n,), torch.uint8) for n in (100, 8 << 20, (8 << 20) + 5, 1 << 20)]
+    pairs = [(torch.zeros_like(s), s) for s in sources]
+    puller = make_puller(pairs)
+    puller.run()
+    assert puller.num_bytes == sum(s.numel() for s in sources)
+    for target, source in pairs:
+        assert torch.equal(target, source)
 
 
 def test_nothing_to_do_does_nothing() -> None:

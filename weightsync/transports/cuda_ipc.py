@@ -47,8 +47,8 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 class Memory:
     """Device memory as a tensor: ``tensor`` is torch.uint8 of one dim, ``segment`` names it to other processes.
 
-    The tensor's device is the GPU through which the driver reaches the memory. ``close`` frees or unmaps it, after which
-    tensors that view it must not be used; nothing else does before the process ends. Idempotent.
+    The tensor's device is the GPU through which the driver reaches the memory. ``close`` frees or unmaps it (nothing
+    else does before the process ends), after which tensors that view it must not be used. Idempotent.
     """
 
     def __init__(self, segment: Segment, address: int, release: _Release) -> None:

@@ -34,8 +34,8 @@ def copy_chunks(
         for step in tl.static_range(STEPS):
             offsets = step * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < count
-            x = tl.load(source + offsets, mask=inside, eviction_policy="evict_first")
-            tl.store(target + offsets, x.to(WRITE), mask=inside, eviction_policy="evict_first")
+            x = tl.load(source + offsets, mask=inside)
+            tl.store(target + offsets, x.to(WRITE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

@@ -16,7 +16,7 @@ from weightsync.errors import TransferError
 Pair = tuple[torch.Tensor, torch.Tensor]
 BoxClass = tuple[torch.dtype, torch.dtype, int, int, int]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CHUNK_BYTES = 128 << 10
+CHUNK_BYTES = 64 << 10
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
