@@ -10,6 +10,8 @@ Runs in training workers and engines, on the current stream; imports Triton, so 
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +28,7 @@ _FIELDS = 10  # of a slab: address, rows, cols, row stride, col stride, row at, 
 _NO_DIM = (1, 0, 0, -1)  # size, stride, origin, salt
 _SHAPES = {"wide": (128, 512, 16), "flat": (1, 4096, 1)}  # rows and cols of a tile, rows at a time
 _PROGRAMS_PER_SM = 32
+_RECENT = 4  # lists of regions whose tables are kept: those of publish, seal and verify in one process
 
 
 def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) -> list[int]:
@@ -36,11 +39,26 @@ def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) ->
     if not items:
         return []
     fused = [i for i, (tensor, _) in enumerate(items) if _can_fuse(tensor.dtype, dtype)]
-    numbers = dict(zip(fused, Fingerprints([items[i] for i in fused], dtype).run(), strict=True))
+    numbers = dict(zip(fused, _prepared([items[i] for i in fused], dtype).run(), strict=True))
     for i, (tensor, origin) in enumerate(items):
         if i not in numbers:
             numbers[i] = Fingerprints([(tensor.detach().to(dtype), origin)]).run()[0]
     return [numbers[i] for i in range(len(items))]
+
+
+_recent: OrderedDict[tuple, Fingerprints] = OrderedDict()
+_recent_lock = threading.Lock()
+
+
+def _prepared(items: Sequence[Item], dtype: torch.dtype | None) -> Fingerprints:
+    """Tables for these very addresses, made before or now. They keep no tensor alive: the caller holds the items."""
+    key = (dtype, *((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, tuple(o)) for t, o in items))
+    with _recent_lock:
+        found = _recent.pop(key, None) or Fingerprints(items, dtype).forget()
+        _recent[key] = found
+        while len(_recent) > _RECENT:
+            _recent.popitem(last=False)
+    return found
 
 
 def _can_fuse(source: torch.dtype, target: torch.dtype | None) -> bool:
@@ -56,6 +74,7 @@ class Fingerprints:
 
     def __init__(self, items: Sequence[Item], dtype: torch.dtype | None = None) -> None:
         self._items = [(tensor.detach(), tuple(origin)) for tensor, origin in items]
+        self._count = len(self._items)
         self._launches: list[_Launch] = []
         if not self._items:
             return
@@ -72,11 +91,16 @@ class Fingerprints:
                 groups.setdefault(key, []).append(torch.cat([part, torch.full((len(part), 1), index)], dim=1))
         self._launches = [_Launch(key, torch.cat(parts), self.device) for key, parts in groups.items()]
 
+    def forget(self) -> Fingerprints:
+        """Let go of the tensors; from now on whoever calls ``run`` keeps them alive."""
+        self._items = []
+        return self
+
     def run(self) -> list[int]:
         """The fingerprints now, one an item, in [0, 2**64). Ordered after the current stream's work; waits for it."""
-        if not self._items:
+        if not self._count:
             return []
-        out = torch.zeros(len(self._items), dtype=torch.int64, device=self.device)
+        out = torch.zeros(self._count, dtype=torch.int64, device=self.device)
         with torch.cuda.device(self.device):
             for launch in self._launches:
                 launch(out)
