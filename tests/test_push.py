@@ -9,7 +9,14 @@ import pytest
 
 from weightsync.config import load_config
 from weightsync.deadline import Deadline
-from weightsync.errors import EngineLost, EngineRejected, TransferError, TransferTimeout, VerifyMismatch, WeightSyncError
+from weightsync.errors import (
+    EngineLost,
+    EngineRejected,
+    TransferError,
+    TransferTimeout,
+    VerifyMismatch,
+    WeightSyncError,
+)
 from weightsync.fanout import Fanout
 from weightsync.fleet import Progress
 from weightsync.push import Push

@@ -1,4 +1,4 @@
-"""A session over the wire: real publishers, receivers and HTTP; the engines are fakes that really load what they get."""
+"""A session over the wire: real publishers, receivers and HTTP; the engines are fakes that really load."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_stock_engine_takes_buckets_and_is_reported_as_unverified(world):
 
 
 def test_verification_of_a_stock_engine_is_refused_and_says_what_to_do(world):
-    with pytest.raises(ConfigError, match="custom-weight-loader"):
+    with pytest.raises(ConfigError, match=r"custom-weight-loader"):
         _ = world(engine(receiver=False)).session
 
 
@@ -240,7 +240,6 @@ def test_one_flipped_bit_in_the_engine_is_found(world):
 
 
 BAD_REPLIES = ["500", "400", "200 false", "not json", "drop"]
-
 
 
 @pytest.mark.parametrize("how", BAD_REPLIES)

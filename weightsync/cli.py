@@ -80,7 +80,7 @@ def demo(
     pair: Annotated[str, typer.Option(help="sgl_dtensor_v2 or sgl_megatron.")] = "sgl_dtensor_v2",
     pushes: Annotated[int, typer.Option(min=1, help="How often the weights are pushed.")] = 8,
 ) -> None:
-    """Train a small model, push it into a real SGLang on the CPU, and compare what both say. Status 1 if they differ."""
+    """Train a small model, push it into a real SGLang on the CPU, compare what both say. Status 1 if they differ."""
     from weightsync.demo.run import run
 
     with errors_end_it():
@@ -143,7 +143,7 @@ def bench(args: Annotated[list[str] | None, typer.Argument(help="Passed on to be
 
     with errors_end_it():
         environment = envs.ensure("sgl_dtensor_v2")
-    command = [environment.python, "-m", "benchmarks.cpu_refit", *(args or [])]
+    command = [str(environment.python), "-m", "benchmarks.cpu_refit", *(args or [])]
     raise typer.Exit(subprocess.run(command, cwd=envs.project_root(), env=envs.process_env(environment)).returncode)
 
 

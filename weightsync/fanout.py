@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from weightsync.errors import TransferError, WeightSyncError
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class Fanout:
@@ -18,13 +14,13 @@ class Fanout:
     def __init__(self, name: str, workers: int = 64) -> None:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix=f"weightsync-{name}")
 
-    def each(self, function: Callable[[T], R], peers: Sequence[T]) -> list[R | WeightSyncError]:
+    def each[T, R](self, function: Callable[[T], R], peers: Sequence[T]) -> list[R | WeightSyncError]:
         """``function(peer)`` for every peer, in their order; an error takes its peer's place in the list."""
         if len(peers) == 1:
             return [_guarded(function, peers[0])]
         return list(self._pool.map(lambda peer: _guarded(function, peer), peers))
 
-    def all(self, function: Callable[[T], R], peers: Sequence[T]) -> list[R]:
+    def all[T, R](self, function: Callable[[T], R], peers: Sequence[T]) -> list[R]:
         """As ``each``, but the first error is raised, after every call has ended."""
         results: list[R] = []
         for outcome in self.each(function, peers):
@@ -33,7 +29,7 @@ class Fanout:
             results.append(outcome)
         return results
 
-    def submit(self, function: Callable[[], R]):
+    def submit[R](self, function: Callable[[], R]) -> Future[R]:
         """Start ``function`` on its own; returns its future."""
         return self._pool.submit(function)
 
@@ -41,7 +37,7 @@ class Fanout:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _guarded(function: Callable[[T], R], peer: T) -> R | WeightSyncError:
+def _guarded[T, R](function: Callable[[T], R], peer: T) -> R | WeightSyncError:
     try:
         return function(peer)
     except WeightSyncError as e:

@@ -23,15 +23,15 @@ from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan
 from weightsync.routes import Route
-from weightsync.workers import Workers
 from weightsync.spec import EngineReport, SyncReport
+from weightsync.workers import Workers
 
 PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
 CLEANUP_S = 5.0
 
 
 class Push:
-    """The transaction that brings one step's weights into ``links``. Made anew for every push; ``run`` is called once."""
+    """The transaction that brings one step's weights into ``links``. Made anew for every push, run once."""
 
     def __init__(
         self,

@@ -54,7 +54,8 @@ class RayChannel:
 
     def call(self, method: str, argument: Any, returns: Any, timeout_s: float) -> Any:
         reply = self._actor.call.remote(method, msgspec.msgpack.encode(argument))
-        return read_reply(*self._get(reply, timeout_s, method), returns)
+        status, body = self._get(reply, timeout_s, method)
+        return read_reply(status, body, returns)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # already dead, or Ray itself was shut down

@@ -14,17 +14,16 @@ from weightsync.fleet import EngineLink
 from weightsync.plan import Plan
 from weightsync.spec import Export
 
-
 Outcome = WeightSyncError | None
 
 
 class Route(Protocol):
-    """One way to move. ``prepare`` is called whenever the plan or the trainer's memory changed, ``move`` at every push."""
+    """One way to move. ``prepare`` is called whenever plan or trainer memory changed, ``move`` at every push."""
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None: ...
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
-        """Move one step into every link; an outcome a link. Sets ``link.progress.applied`` as soon as bytes may land."""
+        """Move one step into every link; an outcome a link. Sets ``progress.applied`` as soon as bytes may land."""
 
     def close(self) -> None: ...
 
@@ -60,7 +59,9 @@ class PullRoute:
             failed = {link.url: error for link, error in zip(opaque, outcomes, strict=True) if error is not None}
 
         def pull(link: EngineLink) -> Outcome:
-            return failed.get(link.url) or link.pull(push_id, step, deadline)
+            if link.url not in failed:
+                link.pull(push_id, step, deadline)
+            return failed.get(link.url)
 
         return self._fanout.each(pull, links)
 

@@ -18,7 +18,7 @@ from weightsync.rpc import Server, read_reply
 
 
 def start(config: Config, *, host: str) -> Server:
-    """Connect the actor of ``config.pair`` and serve it; ``.address`` of the result is for ``weightsync.connect``."""
+    """Connect the actor of ``config.pair`` and serve it; the result's ``.address`` is for ``weightsync.connect``."""
     module, name = ACTORS[config.pair]
     actor = getattr(importlib.import_module(module), name)(msgspec.msgpack.encode(config))
     read_reply(*actor.connect())
@@ -39,7 +39,7 @@ def read_addresses(file: Path, count: int, timeout_s: float) -> list[str]:
 
 
 def write_address(file: Path, address: str) -> None:
-    """Write ``address`` so that a reader sees all of it or nothing; only the owner may read it, since it carries a token."""
+    """Write ``address``, which carries a token: a reader sees all of it or nothing, and only the owner may read."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         out.write(address + "\n")

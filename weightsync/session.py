@@ -1,4 +1,4 @@
-"""The weight-sync actor's core: connects a trainer to engines, keeps the plan, and pushes. One a trainer-engine pair."""
+"""The weight-sync actor's core: connects a trainer to its engines, keeps the plan, and pushes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offere
 from weightsync.push import Push
 from weightsync.routes import PullRoute, Route
 from weightsync.rpc import Server
+from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
 from weightsync.workers import Workers
-from weightsync.spec import Export, PushRequest, Status, SyncReport
 
 
 class Session:
@@ -27,22 +27,21 @@ class Session:
     """
 
     def __init__(self, config: Config, *, trainer: str) -> None:
+        if not config.engines:
+            raise ConfigError("no engines: give their URLs in the configuration or to launch")
+        deadline = Deadline(config.connect_timeout_s, "connecting (connect_timeout_s)")
         self._config = config
         self._lock = threading.RLock()
+        self._workers = Workers(config.publishers, trainer=trainer, deadline=deadline)
         self._fanout = Fanout("engines")
         self._inbox = Inbox()
         self._server = Server(Doorbell(self._inbox), host=config.bind_host)
         self._links: list[EngineLink] = []
         self._routes: dict[str, Route] = {}
         self._exports: dict[int, Export] = {}
-        self._plan: Plan | None = None
+        self._plan: Plan
         self._step: int | None = None
-        self._workers: Workers | None = None
-        deadline = Deadline(config.connect_timeout_s, "connecting (connect_timeout_s)")
         try:
-            if not config.engines:
-                raise ConfigError("no engines: give their URLs in the configuration or to launch")
-            self._workers = Workers(config.publishers, trainer=trainer, deadline=deadline)
             self._links = [EngineLink(e, config) for e in config.engines]
             self._fanout.all(lambda link: self._connect(link, deadline), self._links)
             self._replan(deadline)
@@ -54,7 +53,6 @@ class Session:
 
     def plan(self) -> PlanSummary:
         """What every push moves, by which route, and what is not covered."""
-        assert self._plan is not None
         summary, routes = self._plan.summary(), {link.url: link.route for link in self._links}
         return msgspec.structs.replace(
             summary,
@@ -78,7 +76,6 @@ class Session:
 
     def status(self) -> Status:
         """The state of every engine as of the last push; asks nobody."""
-        assert self._workers is not None
         return Status(
             pair=self._config.pair,
             step=self._step,
@@ -120,8 +117,7 @@ class Session:
             link.close()
         for route in self._routes.values():
             route.close()
-        if self._workers is not None:
-            self._workers.close()
+        self._workers.close()
         self._server.close()
         self._fanout.close()
         self._links, self._routes = [], {}
@@ -134,12 +130,11 @@ class Session:
         if hold:
             link.client.pause("abort" if self._config.pause == "none" else self._config.pause, deadline)
             link.held = True
-        if link.info.has_receiver:
+        if link.info is not None and link.info.has_receiver:
             link.attach(self._inbox, self._server.address, list(self._offered().values()), deadline)
         self._check_same_node(link)
 
-    def _offered(self):
-        assert self._workers is not None
+    def _offered(self) -> dict[str, TensorSpec]:
         descriptions = [self._workers.descriptions[r] for r in self._workers.ranks]
         return offered(descriptions, self._config.rename, self._config.leave_out)
 
@@ -155,7 +150,6 @@ class Session:
 
     def _replan(self, deadline: Deadline) -> None:
         """Export what the engines need, plan, and prepare every route. Moves nothing."""
-        assert self._workers is not None
         workers, config = self._workers, self._config
         layouts = {link.url: link.layouts for link in self._links if link.layouts}
         own = {shard.tensor: shard.dtype for d in workers.descriptions.values() for shard in d.shards}
@@ -176,7 +170,6 @@ class Session:
         return [f"training rank {rank}: {note}" for rank, e in self._exports.items() for note in e.notes]
 
     def _prepare(self, deadline: Deadline) -> None:
-        assert self._plan is not None
         for name in dict.fromkeys(link.route for link in self._links):
             if name not in self._routes:
                 self._routes[name] = self._new_route(name)

@@ -60,9 +60,9 @@ class WeightSync:
         """The last step pushed and each engine's state and weight version."""
         return self._call("status", None, Status)
 
-    def add_engine(self, url: str, *, api_key: str = "") -> PlanSummary:
+    def add_engine(self, url: str, *, api_key: str = "", admin_api_key: str = "") -> PlanSummary:
         """Take one more engine in; it is paused until the next push. Returns the new plan."""
-        return self._call("add_engine", EngineConfig(url=url, api_key=api_key), PlanSummary)
+        return self._call("add_engine", EngineConfig(url, api_key, admin_api_key), PlanSummary)
 
     def remove_engine(self, url: str) -> None:
         """Let an engine go with the weights it has."""
@@ -114,7 +114,7 @@ def launch(
 
 
 def connect(address: str, *, timeout_s: float = 120.0) -> WeightSync:
-    """Reach an actor that ``weightsync serve`` runs; ``address`` is what it printed. ``timeout_s`` is a push's default."""
+    """Reach an actor that ``weightsync serve`` runs, by the address it printed. ``timeout_s`` is a push's default."""
     return WeightSync(_RpcChannel(address), timeout_s=timeout_s, connect_timeout_s=timeout_s, owns_actor=False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
 from weightsync.fanout import Fanout
@@ -81,7 +83,7 @@ class Workers:
         self._fanout.close()
 
     def _each(self, method: str, requests: dict, deadline: Deadline, returns: type) -> dict:
-        def ask(rank: int):
+        def ask(rank: int) -> Any:
             return self._clients[rank].call(method, requests[rank], deadline=deadline, returns=returns)
 
         return dict(zip(self.ranks, self._fanout.all(ask, self.ranks), strict=True))

@@ -1,8 +1,8 @@
-"""What the actors of all pairs share: the surface that Ray and the plain server call. Runs in the pair's environment."""
+"""What the actors of all pairs share: the surface that Ray and the plain server call."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -10,9 +10,12 @@ from weightsync.config import Config
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.rpc import Dispatcher, Server
 
+if TYPE_CHECKING:
+    from weightsync.session import Session
+
 
 class WeightSyncActor:
-    """Holds the session of one pair. As a Ray actor it is driven through ``call``; as a plain process through ``serve``.
+    """Holds the session of one pair. Under Ray it is driven through ``call``, as a plain process through ``serve``.
 
     The constructor takes the configuration as msgpack, so that nothing but bytes and strings crosses from a driver of
     another environment; it connects nothing. ``connect`` does, and reports errors as values.
@@ -26,7 +29,7 @@ class WeightSyncActor:
         if self._config.pair != self.pair:
             raise ConfigError(f"configuration is for pair {self._config.pair!r}, this actor is of {self.pair!r}")
         self._dispatcher: Dispatcher | None = None
-        self._session = None
+        self._session: Session | None = None
 
     def versions(self) -> dict[str, str]:
         """Python and the libraries of this environment that matter to a transfer."""
@@ -46,7 +49,7 @@ class WeightSyncActor:
         return b"ok", msgspec.msgpack.encode(None)
 
     def call(self, method: str, argument: bytes) -> tuple[bytes, bytes]:
-        """Call a public method of the session: ``plan``, ``push``, ``status``, ``add_engine``, ``remove_engine``, ``close``."""
+        """Call a public method of the session by name, with its argument as msgpack."""
         assert self._dispatcher is not None, "connect first"
         return self._dispatcher.handle(method, argument)
 

@@ -1,4 +1,4 @@
-"""The actor between DTensor trainers (FSDP2, HSDP, TP with FSDP; nemo-automodel) and SGLang. Runs in envs/sgl_dtensor_v2."""
+"""The actor between DTensor trainers (FSDP2, HSDP, TP with FSDP) and SGLang. Runs in envs/sgl_dtensor_v2."""
 
 from __future__ import annotations
 

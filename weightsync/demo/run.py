@@ -40,7 +40,9 @@ class Row(msgspec.Struct, frozen=True):
     verified: bool
 
 
-def run(*, pair: str = "sgl_dtensor_v2", pushes: int = 8, steps_per_push: int = 4, console: Console | None = None) -> list[Row]:
+def run(
+    *, pair: str = "sgl_dtensor_v2", pushes: int = 8, steps_per_push: int = 4, console: Console | None = None
+) -> list[Row]:
     """Train, push, ask, compare. Raises WeightSyncError as soon as engine and trainer disagree on one token.
 
     Returns the table's rows.
@@ -109,8 +111,9 @@ def _compare(row: Row, said: list[int], expected: list[int], tokens: _Tokens, ur
 
 def _table(rows: list[Row]) -> Table:
     table = Table(title="one sentence, learnt under FSDP2, served by SGLang")
-    for name, justify in (("step", "right"), ("loss", "right"), ("the engine says", "left")):
-        table.add_column(name, justify=justify)
+    table.add_column("step", justify="right")
+    table.add_column("loss", justify="right")
+    table.add_column("the engine says", no_wrap=True)
     for name in ("weight_version", "push ms"):
         table.add_column(name, justify="right")
     table.add_column("verified")

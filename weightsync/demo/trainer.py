@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 class DemoTrainer:
@@ -79,7 +80,7 @@ class DemoTrainer:
         dist.destroy_process_group()
 
 
-def _fsdp2_model(folder: Path, world_size: int):
+def _fsdp2_model(folder: Path, world_size: int) -> Any:
     import torch
     from nemo_automodel.components.models.qwen3.model import Qwen3ForCausalLM
     from safetensors.torch import load_file

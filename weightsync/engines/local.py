@@ -1,4 +1,4 @@
-"""A real SGLang as a child process on this machine's CPU: for the demo, the benchmarks and the tests. No torch, no sglang."""
+"""A real SGLang as a child process on this machine's CPU: for the demo, the benchmarks and the tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECEIVER = "weightsync.receiver.load"
 
 
 class LocalEngine:
-    """One SGLang server in environment ``env``, serving ``model`` (a folder). ``url`` answers once ``wait`` has returned.
+    """One SGLang server in environment ``env``, serving ``model``, a folder. ``url`` answers once ``wait`` returned.
 
     ``receiver`` loads our receiver into it; ``tp_size`` ranks share the CPU. ``log`` is its output file. A context
     manager; ``close`` ends the server and all its children.
