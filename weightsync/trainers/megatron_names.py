@@ -46,10 +46,8 @@ def named_tensors(model: torch.nn.Module, first_expert: int) -> Iterator[NamedLo
     """Parameters and persistent buffers of an unwrapped chunk. ``first_expert``: the global id of its expert 0."""
     layers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     tied = getattr(model, "share_embeddings_and_output_weights", False)
-    parameters = dict(model.named_parameters())
-    persistent = model.state_dict(keep_vars=True)
-    buffers = {n: t for n, t in model.named_buffers() if n in persistent and n not in parameters}
-    for name, tensor in (parameters | buffers).items():
+    buffers = dict(_persistent_buffers(model))
+    for name, tensor in [*model.named_parameters(), *buffers.items()]:
         if tied and name == "output_layer.weight":
             name_out = EMBEDDING
         else:
@@ -88,6 +86,14 @@ def unique_layers(chunks: Iterable[torch.nn.Module]) -> None:
     twice = sorted({n for n in numbers if numbers.count(n) > 1})
     if twice:
         raise ConfigError(f"model chunks hold layers {twice} twice; build each chunk with its vp_stage")
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Not by ``state_dict``: routers change the dtype of their bias when asked for theirs."""
+    for path, module in model.named_modules():
+        for name, tensor in module.named_buffers(prefix=path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, tensor
 
 
 def _global_name(name: str, layers: dict[int, int], first_expert: int) -> str:

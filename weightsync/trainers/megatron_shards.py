@@ -33,12 +33,16 @@ class LocalBox(NamedTuple):
     offset: tuple[int, ...]
 
 
-def local_box(held: NamedLocal, *, tensor_axis: Axis, expert_axis: Axis, gated: bool) -> LocalBox:
+def local_box(
+    held: NamedLocal, *, tensor_axis: Axis, expert_axis: Axis, gated: bool, data: torch.Tensor | None = None
+) -> LocalBox:
     """Place a rank's tensor. ``tensor_axis`` is its place in the tensor-parallel group, ``expert_axis`` in that of experts.
+
+    ``data``: where its elements are now, if not in its own memory.
 
     Raises ConfigError naming a tensor whose memory or partition this cannot describe.
     """
-    tensor = held.tensor.detach()
+    tensor = held.tensor.detach() if data is None else data
     _check_plain(held.name, held.tensor)
     is_gated = gated and _FC1.search(held.name) is not None
     if is_gated:
