@@ -39,13 +39,16 @@ class RenameConfig(Struct):
 
 
 class EngineConfig(Struct):
-    """One engine. ``api_key`` is SGLang's ``--admin-api-key`` if it was started with one, else its ``--api-key``."""
+    """One engine. ``api_key`` and ``admin_api_key`` are SGLang's options of those names, if it was given them."""
 
     url: str
     api_key: str = ""
+    admin_api_key: str = ""
 
     def __repr__(self) -> str:
-        return f"EngineConfig(url={self.url!r}, api_key={'<hidden>' if self.api_key else ''!r})"
+        keys = {"api_key": self.api_key, "admin_api_key": self.admin_api_key}
+        shown = ", ".join(f"{name}={'<hidden>' if key else ''!r}" for name, key in keys.items())
+        return f"EngineConfig(url={self.url!r}, {shown})"
 
 
 class Config(Struct):
@@ -158,5 +161,5 @@ def _with_value(message: str, raw: dict) -> str:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, TypeError):
             return message
-    shown = match is not None and not isinstance(value, dict | list) and parts[-1] != "api_key"
+    shown = match is not None and not isinstance(value, dict | list) and not parts[-1].endswith("api_key")
     return f"{message} (value: {value!r})" if shown else message

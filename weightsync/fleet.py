@@ -80,7 +80,9 @@ class EngineLink:
     def __init__(self, engine: EngineConfig, config: Config) -> None:
         self.url = engine.url.rstrip("/")
         self._config = config
-        self.client: Engine = SglangEngine(self.url, api_key=engine.api_key, config=config)
+        self.client: Engine = SglangEngine(
+            self.url, api_key=engine.api_key, admin_api_key=engine.admin_api_key, config=config
+        )
         self.info: EngineInfo | None = None
         self.route = ""
         self.layouts: list[Layout] = []

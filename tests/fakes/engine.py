@@ -32,11 +32,12 @@ class FakeEngine:
         tp_size: int = 0,
         receiver: bool = False,
         api_key: str = "",
+        admin_api_key: str = "",
         host: str = "127.0.0.1",
         info: dict[str, Any] | None = None,
     ) -> None:
         self.models = list(models)
-        self.version, self.api_key = version, api_key
+        self.version, self.api_key, self.admin_api_key = version, api_key, admin_api_key
         self.sessions = tuple(int(p) for p in version.split(".")[:3]) >= (0, 5, 21)
         self.tp_size = tp_size or len(self.models) or 1
         self.loaders = [RECEIVER] if receiver else []
@@ -81,6 +82,11 @@ class FakeEngine:
         return [c.path for c in self.calls if c.path not in without]
 
     # ------------------------------------------------------------------------------------- what the handler uses
+
+    def key_for(self, path: str) -> str:
+        """The key that a call of ``path`` must carry; "": none."""
+        asks = path in ("/server_info", "/model_info")
+        return self.api_key if asks else self.admin_api_key or self.api_key
 
     def fault_for(self, path: str) -> Fault | None:
         for fault in self._faults:
@@ -129,6 +135,7 @@ class FakeEngine:
             "moe_runner_backend": "auto",
             "custom_weight_loader": self.loaders,
             "api_key": self.api_key or None,
+            "admin_api_key": self.admin_api_key or None,
             "internal_states": [{}],
         }
         return 200, plain | self.info

@@ -39,9 +39,9 @@ class Fault:
 class Served(Protocol):
     """What the server needs of the engine behind it."""
 
-    api_key: str
     calls: list[Call]
 
+    def key_for(self, path: str) -> str: ...
     def fault_for(self, path: str) -> Fault | None: ...
     def answer(self, path: str, body: Any) -> tuple[int, Any]: ...
     def wait_closing(self, seconds: float | None = None) -> bool: ...
@@ -88,7 +88,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _handle(self, body: Any) -> None:
         engine, path = self.server.engine, urlsplit(self.path).path
-        if engine.api_key and self.headers.get("Authorization") != f"Bearer {engine.api_key}":
+        key = engine.key_for(path)
+        if key and self.headers.get("Authorization") != f"Bearer {key}":
             return self._send(401, {"error": "Unauthorized"})
         engine.calls.append(Call(path, body))
         fault = engine.fault_for(path)

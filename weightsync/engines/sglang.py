@@ -25,25 +25,24 @@ KEEPALIVE_S = 2.0  # below the server's own 5 s, so that no call is written into
 
 
 class SglangEngine:
-    """One SGLang engine at ``url``. ``api_key`` is its admin key if it was started with one, else its plain key."""
+    """One SGLang engine at ``url``.
 
-    def __init__(self, url: str, *, api_key: str = "", config: Config) -> None:
+    One started with both keys wants ``api_key`` for questions and ``admin_api_key``, and no other, for what changes it.
+    """
+
+    def __init__(self, url: str, *, api_key: str = "", admin_api_key: str = "", config: Config) -> None:
         self.url = url.rstrip("/")
         if not re.match(r"https?://[^/]", self.url):
             raise ConfigError(f"engine URL must start with http:// or https:// and name a host, got {url!r}")
         self._config = config
-        self._key = api_key
+        self._keys = {"GET": api_key or admin_api_key, "POST": admin_api_key or api_key}
         self._has_sessions: bool | None = None
-        self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
-            trust_env=False,
-        )
+        self._http = httpx.Client(limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S), trust_env=False)
 
     # ----------------------------------------------------------------------------------------------- the protocol
 
     def connect(self, deadline: Deadline) -> EngineInfo:
-        """Ask ``/server_info`` and ``/model_info``. ConfigError gives every reason to refuse, EngineLost if it is gone."""
+        """Ask ``/server_info`` and ``/model_info``. ConfigError gives every reason to refuse, EngineLost if gone."""
         server = self._json("GET", "/server_info", "connect", deadline, retry=True)
         model = self._json("GET", "/model_info", "connect", deadline, retry=True)
         text = str(server.get("version", ""))
@@ -173,6 +172,8 @@ class SglangEngine:
         deadline.check(doing, **where, safe_to_retry=True)
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
+        if key := self._keys[method]:
+            headers["Authorization"] = f"Bearer {key}"
         request = self._http.build_request(
             method, self.url + path, content=content, headers=headers, timeout=deadline.remaining_s()
         )
@@ -186,11 +187,9 @@ class SglangEngine:
         except httpx.HTTPError as e:
             raise EngineLost(f"{doing}: the connection broke ({_reason(e)})", **where, safe_to_retry=retry) from e
         if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            key = "the api_key given is not accepted" if self._key else "it wants an api_key, and none is configured"
-            raise ConfigError(
-                f"{doing}: HTTP {reply.status_code}: {key} (an engine with an --admin-api-key takes only that one)",
-                **where,
-            )
+            name = "api_key" if method == "GET" else "admin_api_key (or api_key, if it has no other)"
+            why = f"it does not accept this {name}" if key else f"it wants an {name}, and none is configured"
+            raise ConfigError(f"{doing}: HTTP {reply.status_code}: {why}", **where)
         return reply
 
     def _receive(self, request: httpx.Request, deadline: Deadline) -> httpx.Response:
@@ -222,8 +221,8 @@ class SglangEngine:
         if isinstance(content, dict):
             text = str(content.get("message") or content.get("error") or content.get("detail") or text)
         text = text.strip()
-        if self._key:
-            text = text.replace(self._key, "***")
+        for key in filter(None, self._keys.values()):
+            text = text.replace(key, "***")
         return text if len(text) <= TEXT_LIMIT else f"{text[:TEXT_LIMIT]}... ({len(text)} characters)"
 
 
