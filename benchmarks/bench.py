@@ -113,7 +113,10 @@ class Bench:
     def _copy_rates(self, engine_gpus: Sequence[str]) -> dict[bool, float]:
         """Bytes/s of a copy on one device (True) and between two (False); the slowest of all ranks at once."""
         homes = [info.device_uuid for info in self.trainers.infos]
-        rates = {True: self._rate("local", [FloorRequest(self.subject.dtype) for _ in homes])}
+        local = self._rate("local", [FloorRequest(self.subject.dtype) for _ in homes])
+        if not engine_gpus:
+            return {True: local, False: local}  # one host memory
+        rates = {True: local}
         elsewhere = [next((gpu for gpu in engine_gpus if gpu != home), "") for home in homes]
         if all(elsewhere):
             rates[False] = self._rate("peer", [FloorRequest(self.subject.dtype, device=gpu) for gpu in elsewhere])

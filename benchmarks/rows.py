@@ -94,22 +94,27 @@ def with_stock(rows: Iterable[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], title: str = ""):
-    """A ``rich`` table of rows."""
+    """Rows for ``rich`` to print: a table a setting, with the plain copy as its first line."""
+    from rich.console import Group
+
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(heading(row), []).append(row)
+    above = [f"\n[bold]{title}"] if title else []
+    return Group(*above, *(_table(found, name) for name, found in groups.items()))
+
+
+def _table(rows: Sequence[Row], title: str):
     from rich.table import Table
 
-    shown = Table(title=title or None)
+    shown = Table(title=title, title_justify="left")
     for name in ("what", "verified"):
         shown.add_column(name)
     for name in ("GB", "tensors", "ms (median)", "min", "max", "n", "x copy", *PHASES):
         shown.add_column(name, justify="right")
-    previous = None
+    if rows[0].floor_s:
+        shown.add_row("plain copy of the same bytes", "", *_size(rows[0]), _ms(rows[0].floor_s))
     for row in rows:
-        setting = (row.model, row.dtype, row.trainer, row.engine, row.num_gpus)
-        if setting != previous:
-            shown.add_section()
-            shown.add_row(f"[bold]{heading(row)}")
-            shown.add_row("plain copy of the same bytes", "", *_size(row), _ms(row.floor_s))
-            previous = setting
         shown.add_row(*_cells(row))
     return shown
 

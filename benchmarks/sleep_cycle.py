@@ -3,8 +3,8 @@
     trainer onload -> engine wakes its weights -> push -> trainer offload -> engine wakes its KV cache -> (generation)
     -> engine sleeps -> ...
 
-The trainer's memory is another one at every push, so each maps it anew. An engine without a memory saver answers the
-same calls and does nothing: then these parts take the time of the call alone.
+The trainer's memory is another one at every push, so each maps it anew. An engine on a CPU cannot sleep (asked to, it
+ends), so there only the trainer's parts are tried.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def _cycle(bench: Bench, step: int, push: Callable[[int], SyncReport], parts: di
         return result
 
     def engine(verb: str, *tags: str) -> Callable[[], None]:
+        if not bench.subject.num_gpus:
+            return lambda: None
         return lambda: _post(f"{bench.engine.url}/{verb}_memory_occupation", {"tags": list(tags)})
 
     def trainer(verb: str) -> Callable[[], object]:
