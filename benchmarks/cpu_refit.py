@@ -47,6 +47,8 @@ SCENARIO = Scenario(
 def run(*, out: Path = RESULTS, model: str = "", n: int = 10, threads: int = 1) -> int:
     """Measure, print, write ``out``; 0 if everything was measured. ``threads``: torch threads of the training rank."""
     console, started = Console(width=200), time.monotonic()
+    for name in ("automodel", "sglang_cpu"):
+        envs.ensure(name, progress=lambda line: console.print(line, style="dim", highlight=False))
     scenario = msgspec.structs.replace(SCENARIO, model=model) if model else SCENARIO
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
         job = Job(

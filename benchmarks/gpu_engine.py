@@ -10,6 +10,11 @@ from pathlib import Path
 from benchmarks.trainers import Interpreter
 from weightsync.engines.local import RECEIVER, LocalEngine, free_port
 
+MEMORY_FRACTION = 0.6
+MAX_TOKENS = 65_536
+"""The KV cache is kept small by its tokens, not by SGLang's share of the memory: that is reckoned from what is free
+while it starts, and a trainer on the same GPU may start at the same time."""
+
 
 class GpuEngine(LocalEngine):
     """``model`` is a folder with a ``config.json``. GPUs from ``first_gpu`` on are used, of those that it sees.
@@ -29,7 +34,6 @@ class GpuEngine(LocalEngine):
         visible: str = "",
         cuda_graphs: bool = False,
         memory_saver: bool = False,
-        memory_fraction: float = 0.35,
         args: Sequence[str] = (),
     ) -> None:
         self.port = free_port()
@@ -41,7 +45,8 @@ class GpuEngine(LocalEngine):
             "--attention-backend": "triton",
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
-            "--mem-fraction-static": str(memory_fraction),
+            "--mem-fraction-static": str(MEMORY_FRACTION),
+            "--max-total-tokens": str(MAX_TOKENS),
             "--tp-size": str(tp_size),
             "--base-gpu-id": str(first_gpu),
             "--custom-weight-loader": RECEIVER,

@@ -96,7 +96,7 @@ def _engine(job: Job, folder: Path) -> LocalEngine:
         visible=scenario.engine_sees,
         cuda_graphs=scenario.cuda_graphs,
         memory_saver=scenario.sleeps,
-        memory_fraction=scenario.memory_fraction,
+        args=["--moe-runner-backend", "triton"] if shape.family == "qwen3_moe" else [],
     )
 
 

@@ -29,9 +29,9 @@ class Scenario(Struct):
     """Who is where, and what is tried.
 
     ``trainer_gpus``: a GPU index a training rank. ``engine_gpu``: the first of the ``tp`` that the engine uses;
-    ``engine_sees``: its ``CUDA_VISIBLE_DEVICES`` ("": all). ``memory_fraction``: SGLang's share of its GPU.
-    ``in_flight``: requests that generate during one more measurement of each ``direct`` setting. ``sleeps``: the
-    colocated cycle is measured, trainer offloaded and engine asleep between pushes, instead of bare pushes.
+    ``engine_sees``: its ``CUDA_VISIBLE_DEVICES`` ("": all). ``in_flight``: requests that generate during one more
+    measurement of each ``direct`` setting. ``sleeps``: the colocated cycle is measured, trainer offloaded and engine
+    asleep between pushes, instead of bare pushes.
     """
 
     model: str
@@ -44,7 +44,6 @@ class Scenario(Struct):
     trainer_kind: str = "plain"
     stacked: bool = False
     cuda_graphs: bool = False
-    memory_fraction: float = 0.35
     in_flight: int = 0
     sleeps: bool = False
     settings: tuple[Setting, ...] = (*DIRECT, *BUCKET)

@@ -94,14 +94,11 @@ class Rank:
     @_in_turn
     def change(self, step: int) -> None:
         """Change every weight and mark the result as the weights of ``step``."""
-        import torch
-
         from benchmarks import trainer_build
 
         trainer_build.change(self._module, step)
         self.publisher.step_done(step)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        self._synchronize()
 
     @_in_turn
     def floor(self, request: FloorRequest) -> Floor:
@@ -140,6 +137,7 @@ class Rank:
         def run() -> float:
             trainer_build.change(self._module, next(step))
             tensors = trainer_build.full_tensors(self._module, getattr(torch, request.dtype))
+            self._synchronize()
             dist.barrier()
             if not request.distributed:
                 return stock.push(self._engine, tensors, request, tp_size=self._tp_size)
@@ -174,9 +172,15 @@ class Rank:
         import torch
 
         self._module.to(where)
+        self._synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        import torch
+
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()
 
     @_in_turn
     def memory(self) -> Memory:
