@@ -120,7 +120,15 @@ class Outlet:
         """Copy what goes through the arena, casting where dtypes differ; done on return. Waits for no stream."""
         if self.arena is None:
             return
-        pairs = [(view, held[index].tensor) for index, view in self.arena.views.items()]
+        pairs = []
+        for index, view in self.arena.views.items():
+            compute = held[index].compute
+            if compute is None:
+                pairs.append((view, held[index].tensor))
+                continue
+            view.copy_(compute(held[index].tensor))
+            if view.is_cuda:
+                torch.cuda.current_stream(view.device).synchronize()
         where = [_place(source) for _, source in pairs]
         if self._puller is None or where != self._pulled:
             self._puller, self._pulled = transports.make_puller(pairs), where
@@ -137,6 +145,9 @@ class Outlet:
         done: dict[int, tuple] = {}
         for i, h in enumerate(held):
             if not h.tensor.numel():
+                continue
+            if h.compute is not None:
+                self._reasons.setdefault("computed from the trainer's", []).append(h.name)
                 continue
             if h.tensor.dtype != wanted[i]:
                 self._reasons.setdefault(f"{h.dtype} is published as {_name(wanted[i])}", []).append(h.name)

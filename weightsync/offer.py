@@ -64,6 +64,7 @@ class Offer:
 
     def mark(self, step: int) -> None:
         """The weights are those of ``step`` from here on (from this point of the current CUDA stream)."""
+        self._reader.settle()
         event = None
         if self._device is not None:
             event = torch.cuda.Event()

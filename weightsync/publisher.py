@@ -12,7 +12,8 @@ calls. The actor imports this file for the requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,23 +83,25 @@ class Publisher:
     """Offers one training rank's weights. Made, like ``step_done`` and ``close``, in the training thread.
 
     ``model_or_tensors`` is a module, or a mapping of names to tensors or DTensors that is looked into anew at every
-    push. ``trainer`` says how shards are read. The server listens on ``host``. Raises ConfigError, naming the tensor,
+    push; for ``trainer="megatron"`` one model or a list of model chunks, with ``trainer_options`` of its own
+    (``trainers.megatron.Options``). ``trainer`` says how shards are read. The server listens on ``host``. Raises ConfigError, naming the tensor,
     where something cannot be published (adapters that are not merged, parameters on the meta device, partial sums).
     """
 
     def __init__(
         self,
-        model_or_tensors: nn.Module | Mapping[str, torch.Tensor],
+        model_or_tensors: nn.Module | Mapping[str, torch.Tensor] | Sequence[nn.Module],
         *,
         rank: int,
         world_size: int,
         trainer: str = "dtensor_v2",
+        trainer_options: Mapping[str, Any] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} of world_size {world_size}: ranks go from 0 to world_size - 1")
         shm.sweep()
-        reader = trainers.get(trainer)(model_or_tensors)
+        reader = trainers.get(trainer)(model_or_tensors, **(trainer_options or {}))
         self._offer = Offer(reader, rank=rank, world_size=world_size, trainer=trainer)
         self._server = Server(Wire(self._offer), host=host)
 

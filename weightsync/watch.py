@@ -63,8 +63,10 @@ def source_fingerprints(
         index = region.view.storage
         view, source = views[index], held[index].tensor
         assert view is not None, f"a region of shard {index}, of which this rank holds nothing"
-        if not _lie_alike(view, source):
+        compute = held[index].compute
+        if compute is not None or not _lie_alike(view, source):
             if index not in dense:
+                source = source if compute is None else compute(source)
                 dense = {index: source.contiguous()}  # one at a time: regions come shard by shard
             source = dense[index]
         items.append((_region(source, region), region.box.offset, view.dtype))

@@ -1,6 +1,6 @@
 """What each kind of trainer holds, behind one interface. Runs in training workers.
 
-A trainer's module has a function ``reader(model_or_tensors) -> Reader``. It is imported when it is asked for, so that a
+A trainer's module has a function ``reader(model_or_tensors, **options) -> Reader``. It is imported when it is asked for, so that a
 worker needs its own trainer's libraries only.
 """
 
@@ -23,6 +23,9 @@ TRAINERS = ("dtensor_v2", "megatron")
 class Held:
     """A rank's part of one tensor, as it is at this moment.
 
+    What is published is ``tensor`` or, where there is a ``compute``, what that makes of it: a tensor of the same shape and
+    dtype that shares no memory with it.
+
     ``tensor`` is the trainer's own memory (plain, detached, any strides), ``shape`` that of the whole tensor, ``offset``
     where ``tensor`` starts in it. A rank that holds nothing has a ``tensor`` with a size of 0.
     """
@@ -32,6 +35,7 @@ class Held:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     is_buffer: bool = False
+    compute: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def box(self) -> Box:
@@ -44,7 +48,11 @@ class Held:
 
 
 class Reader(Protocol):
-    """Reads one trainer. Both methods raise ConfigError that names a tensor they cannot describe."""
+    """Reads one trainer. All methods raise ConfigError that names a tensor they cannot describe."""
+
+    def settle(self) -> None:
+        """Finish what the trainer still has under way with its weights. In the training thread, by every rank."""
+        ...
 
     def read(self) -> list[Held]:
         """Every tensor of the model as it is now, in a stable order, each name once. Copies nothing."""
@@ -55,8 +63,8 @@ class Reader(Protocol):
         ...
 
 
-def get(name: str) -> Callable[[Any], Reader]:
-    """The ``reader`` function of a trainer. Raises ConfigError that lists those there are."""
+def get(name: str) -> Callable[..., Reader]:
+    """The ``reader`` function of a trainer: of a model and that trainer's options. Raises ConfigError that lists those there are."""
     if name not in TRAINERS:
         raise ConfigError(f"unknown trainer {name!r}; there are {', '.join(TRAINERS)}")
     return importlib.import_module(f"weightsync.trainers.{name}").reader

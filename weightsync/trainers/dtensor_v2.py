@@ -46,6 +46,9 @@ class DTensorReader:
             kind = type(model_or_tensors).__name__
             raise ConfigError(f"a Publisher takes an nn.Module or a mapping of names to tensors, not a {kind}")
 
+    def settle(self) -> None:
+        """Nothing: FSDP2 has gathered or resharded parameters, never half of them."""
+
     def read(self) -> list[Held]:
         found: dict[str, tuple[str, Held]] = {}
         by_memory: dict[tuple, str] = {}
