@@ -16,6 +16,7 @@ from weightsync.transports.cuda_tables import (
     merge,
     split,
     tiles_of,
+    within_allocations,
 )
 
 BYTE = torch.int8
@@ -94,3 +95,15 @@ def test_tiles_cover_each_box_once(shapes: list[tuple[int, int]]) -> None:
         assert col < shapes[box][1]
         seen[box][row : row + 32, col : col + 64] += 1
     assert all(bool(s.eq(1).all()) for s in seen)
+
+
+def test_driver_copies_never_span_two_allocations():
+    """Neighbours in address space may be different allocations, on either side; the driver refuses a copy over both."""
+    targets, sources = [(1000, 300), (1300, 700)], [(5000, 450), (5450, 550)]
+
+    def allocation_of(address: int) -> tuple[int, int]:
+        return next((b, n) for b, n in targets + sources if b <= address < b + n)
+
+    whole = Piece(1000, 5000, 1000, torch.int8, torch.int8)
+    parts = within_allocations(whole, allocation_of)
+    assert [(p.target, p.source, p.length) for p in parts] == [(1000, 5000, 300), (1300, 5300, 150), (1450, 5450, 550)]

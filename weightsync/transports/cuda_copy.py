@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from weightsync.transports import cuda_driver
-from weightsync.transports.cuda_tables import Boxes, Pair, Piece, chunk_elements, chunks_of, split, tiles_of
+from weightsync.transports.cuda_tables import Boxes, Pair, Piece, chunk_elements, chunks_of, split, tiles_of, within_allocations
 
 _STREAMS = 4
 _DRIVER_BYTES = 8 << 20  # a driver copy costs about 5 us, in which the memory moves that much
@@ -80,6 +80,7 @@ class _DriverCopies:
     """Contiguous pieces by the driver's copies: one batched call, or one call a piece over several streams."""
 
     def __init__(self, pieces: list[Piece], device: torch.device, *, batched: bool) -> None:
+        pieces = [part for piece in pieces for part in within_allocations(piece, cuda_driver.allocation_of)]
         self._batched = batched and cuda_driver.has_batch()
         self._targets, self._sources = [p.target for p in pieces], [p.source for p in pieces]
         self._sizes = [p.length for p in pieces]

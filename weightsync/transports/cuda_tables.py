@@ -6,7 +6,7 @@ chunks. Everything else (slices of rows, transposed experts) becomes two-dim *bo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,6 +98,22 @@ def merge(pieces: Iterable[Piece]) -> list[Piece]:
         else:
             out.append(piece)
     return out
+
+
+def within_allocations(piece: Piece, allocation_of: Callable[[int], tuple[int, int]]) -> list[Piece]:
+    """A piece of plain bytes cut where an allocation ends: neighbours in address space need not be one allocation,
+    and the driver refuses a copy over two. ``allocation_of`` gives an address's allocation as (base, bytes).
+    """
+    assert piece.read == piece.write == torch.int8, "driver copies move bytes"
+    parts, end = [], piece.length
+    at = 0
+    while at < end:
+        ends = [sum(allocation_of(start + at)) - start for start in (piece.target, piece.source)]
+        length = min(end, *ends) - at
+        assert length > 0, f"address {piece.target + at:#x} or {piece.source + at:#x} is in no allocation"
+        parts.append(piece._replace(target=piece.target + at, source=piece.source + at, length=length))
+        at += length
+    return parts
 
 
 def _follows(last: Piece, piece: Piece) -> bool:
