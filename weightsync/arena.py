@@ -23,9 +23,9 @@ ALIGNMENT = 256  # bytes; what wide GPU reads and the largest element need
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies in an arena: ``index`` is that of the tensor, ``byte_offset`` from the arena's start."""
+    """Where a tensor lies in an arena: ``number`` is that of the tensor, ``byte_offset`` from the arena's start."""
 
-    index: int
+    number: int
     size: tuple[int, ...]
     dtype: torch.dtype
     byte_offset: int
@@ -46,16 +46,14 @@ class Arena:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.memory: Memory = transports.get(layout.transport).allocate(layout.nbytes, layout.device)
-        self.views = {slot.index: _view(self.memory.tensor, slot) for slot in layout.slots}
+        self.views = {slot.number: _view(self.memory.tensor, slot) for slot in layout.slots}
 
     def close(self) -> None:
         self.views = {}
         self.memory.close()
 
 
-def lay_out(
-    transport: str, device: str, wanted: Sequence[tuple[int, tuple[int, ...], torch.dtype]]
-) -> Layout:
+def lay_out(transport: str, device: str, wanted: Sequence[tuple[int, tuple[int, ...], torch.dtype]]) -> Layout:
     """Place (tensor index, size, dtype) one after the other. Empty tensors take no room, but have no slot either."""
     slots, end = [], 0
     for index, size, dtype in wanted:
@@ -98,7 +96,7 @@ class Outlet:
         self.arena = _reused(arena, lay_out(transport, device, copied))
         if self.arena is not None:
             self.segments.append(self.arena.memory.segment)
-        slots = {slot.index: slot for slot in self.arena.layout.slots} if self.arena is not None else {}
+        slots = {slot.number: slot for slot in self.arena.layout.slots} if self.arena is not None else {}
         self.views = [self._view_of(i, h) for i, h in enumerate(held)]
         self.shards = [self._shard(i, h, wanted[i], slots.get(i)) for i, h in enumerate(held)]
         self._puller: Puller | None = None

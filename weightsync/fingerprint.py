@@ -31,7 +31,7 @@ Item = tuple[torch.Tensor, Sequence[int]]
 
 
 def weight(dim: int, index: torch.Tensor) -> torch.Tensor:
-    """The weight of each ``index`` (int64, below 2**31) of dim ``dim``: odd, below 2**32, distinct for distinct indices.
+    """The weight of each ``index`` (int64, below 2**31) of dim ``dim``: odd, below 2**32, another for each index.
 
     Every step is a bijection on 31 bits: odd multiplier, xor with a shifted self, xor with a constant of the dim.
     """
@@ -73,7 +73,7 @@ def _on_cpu(tensor: torch.Tensor, origin: tuple[int, ...], dtype: torch.dtype, s
 
 
 def _blocks(tensor: torch.Tensor, origin: tuple[int, ...], words_each: int) -> Iterator[tuple[torch.Tensor, tuple]]:
-    """Cut until rows (the last dim) are short and each block is small: first the columns, then the longest other dim."""
+    """Cut until rows (the last dim) are short and blocks small: first the columns, then the longest other dim."""
     if tensor.numel() == 0:
         return
     columns = tensor.shape[-1] if tensor.dim() else 1

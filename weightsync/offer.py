@@ -24,7 +24,7 @@ from weightsync.errors import TransferError, TransferTimeout
 from weightsync.spec import Description, Export, Published, Sealed, Shard, SourceRegion
 from weightsync.trainers import Held, Reader
 from weightsync.versions import library_versions
-from weightsync.watch import Watch, published_fingerprints, source_fingerprints
+from weightsync.watch import OptimizerSteps, Watch, published_fingerprints, source_fingerprints
 
 
 class _Mark(NamedTuple):
@@ -36,10 +36,11 @@ class _Mark(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """What was published last."""
+    """What was published last, and the fingerprint of each of its regions."""
 
     step: int
     watch: Watch
+    fingerprints: list[int]
 
 
 class Offer:
@@ -58,6 +59,7 @@ class Offer:
         self._closed = False
         held = reader.read()
         reader.rules(held)
+        self._steps = OptimizerSteps()
         self._device = next((h.tensor.device for h in held if h.tensor.is_cuda), None)
 
     # ---------------------------------------------------------------------------------------- the training thread
@@ -69,7 +71,7 @@ class Offer:
         if self._device is not None:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
-        mark = _Mark(step, Watch(self._reader.read()), event)
+        mark = _Mark(step, Watch(self._reader.read(), self._steps), event)
         with self._marking:
             self._mark = mark
             self._marking.notify_all()
@@ -87,6 +89,7 @@ class Offer:
         with self._marking:
             self._closed = True
             self._marking.notify_all()
+        self._steps.close()
         self.withdraw()
 
     # -------------------------------------------------------------------------------------------------- the actor
@@ -105,9 +108,7 @@ class Offer:
                 boot_id=self._boot_id,
                 versions=library_versions(),
                 devices=[] if self._device is None else [devices.uuid_of(self._device)],
-                shards=[
-                    Shard(h.name, h.shape, h.dtype, h.box, tuple(h.tensor.stride()), is_buffer=h.is_buffer) for h in held
-                ],
+                shards=[_as_it_lies(h) for h in held],
                 rules=self._reader.rules(held),
                 step=mark.step if mark is not None else None,
             )
@@ -141,10 +142,11 @@ class Offer:
             if outlet is not None:
                 if mark.event is not None:
                     mark.event.synchronize()
-                self._shown = _Shown(step, Watch(held))
+                watch = Watch(held, self._steps)
                 outlet.fill(held)
                 fingerprints = published_fingerprints(outlet.views, regions)
-                self._check_unwritten(step, self._shown.watch.changed(self._reader.read()))
+                self._check_unwritten(step, watch.changed(held))
+                self._shown = _Shown(step, watch, fingerprints)
             return Published(step, self._generation, fingerprints, time.perf_counter() - start)
 
     def seal(self, step: int, regions: Sequence[SourceRegion]) -> Sealed:
@@ -152,10 +154,14 @@ class Offer:
         with self._lock, self._on_device():
             shown, held = self._shown, self._reader.read()
             if shown is None or shown.step != step or self._outlet is None:
-                raise self._error(f"nothing is published as step {step}: its memory moved, was withdrawn or exported anew")
+                raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
             changed = shown.watch.changed(held)
             self._check_same_tensors(self._outlet, held)
             fingerprints = source_fingerprints(self._outlet.views, held, regions)
+            for region, now, then in zip(regions, fingerprints, shown.fingerprints):
+                name = held[region.view.storage].name
+                if now != then and name not in changed:
+                    changed.append(name)
             return Sealed(fingerprints, changed, time.perf_counter() - start)
 
     # -------------------------------------------------------------------------------------------------- conditions
@@ -222,3 +228,8 @@ class Offer:
 
     def _on_device(self) -> AbstractContextManager:
         return nullcontext() if self._device is None else torch.cuda.device(self._device)
+
+
+def _as_it_lies(held: Held) -> Shard:
+    strides = tuple(held.tensor.stride())
+    return Shard(held.name, held.shape, held.dtype, held.box, strides, is_buffer=held.is_buffer)

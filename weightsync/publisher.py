@@ -38,7 +38,7 @@ class ExportRequest(Struct):
 
 
 class PublishRequest(Struct):
-    """Wait up to ``timeout_s`` until ``step`` is marked, bring its bytes to where they are read, fingerprint ``regions``."""
+    """Wait up to ``timeout_s`` for the mark of ``step``, bring its bytes where they are read, fingerprint regions."""
 
     step: int
     regions: list[SourceRegion]
@@ -46,7 +46,7 @@ class PublishRequest(Struct):
 
 
 class SealRequest(Struct):
-    """Fingerprint the sources of ``regions`` as they are now, and say what changed since ``step`` was published."""
+    """Fingerprint the sources of ``regions`` (those of the publish, or none) as they are now; what changed since?"""
 
     step: int
     regions: list[SourceRegion]

@@ -1,46 +1,77 @@
-"""Whether a trainer's tensors were written to, by version counters and addresses, and the fingerprints of their regions.
+"""Whether a trainer's tensors were written to, and the fingerprints of their regions. Runs in training workers.
 
-Version counters see every in-place operation of torch on a tensor, and cost nothing. Writes past torch (``tensor.data``,
-a kernel of someone's own) are seen by fingerprints only. Runs in training workers.
+Three things tell of a write at no cost: version counters, addresses, and the hooks that torch runs around every
+optimizer step (a ``foreach`` or fused step on DTensors raises no version counter). What gets past all three, such as
+``tensor.data`` or a kernel of someone's own, is seen by fingerprints only.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from weightsync.fingerprint import Item, fingerprint_many
 from weightsync.spec import SourceRegion
 from weightsync.trainers import Held
 
 
+class OptimizerSteps:
+    """Counts, for each parameter, the beginnings and ends of steps of whatever optimizer of this process has it."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = defaultdict(int)
+        self._hooks = [register_optimizer_step_pre_hook(self._count), register_optimizer_step_post_hook(self._count)]
+
+    def of(self, parameter: torch.Tensor | None) -> int:
+        return self._counts.get(id(parameter), 0)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _count(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._counts[id(parameter)] += 1
+
+
 class _Mark(NamedTuple):
+    """``versions`` are the counters of the memory and of its owner, ``steps`` the owner's optimizer steps."""
+
     address: int
-    version: int
+    versions: tuple[int, int]
+    steps: int
 
 
 class Watch:
     """The state of tensors at one moment, to compare with later ones."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._marks = {h.name: _mark(h.tensor) for h in held}
+    def __init__(self, held: Sequence[Held], steps: OptimizerSteps) -> None:
+        self._steps = steps
+        self._marks = {h.name: self._mark(h) for h in held}
 
     def changed(self, held: Sequence[Held]) -> list[str]:
         """Names of tensors that were written to, that lie elsewhere, or that came or went."""
-        now = {h.name: _mark(h.tensor) for h in held}
+        now = {h.name: self._mark(h) for h in held}
         return [name for name in {**self._marks, **now} if self._marks.get(name) != now.get(name)]
 
     def written(self, held: Sequence[Held]) -> list[str]:
         """Names of tensors that were written to where they are. One that moved is not among them."""
-        now = [(h.name, self._marks.get(h.name), _mark(h.tensor)) for h in held]
+        now = [(h.name, self._marks.get(h.name), self._mark(h)) for h in held]
         return [name for name, old, new in now if old is not None and old.address == new.address and old != new]
 
+    def _mark(self, held: Held) -> _Mark:
+        versions = _version(held.tensor), _version(held.owner)
+        return _Mark(held.tensor.data_ptr(), versions, self._steps.of(held.owner))
 
-def _mark(tensor: torch.Tensor) -> _Mark:
-    return _Mark(tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def published_fingerprints(views: Sequence[torch.Tensor | None], regions: Sequence[SourceRegion]) -> list[int]:

@@ -89,11 +89,11 @@ class Rank:
     def step_done(self, step: int) -> None:
         self.publisher.step_done(step)
 
-    def optimize(self, foreach: bool) -> None:
+    def optimize(self, how: str) -> None:
         """One optimizer step, of gradients set by hand, so that it works on any mesh."""
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=foreach).step()
+        torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=how == "foreach", fused=how == "fused").step()
 
     def forward(self) -> list[str]:
         """A forward pass without backward; names of parameters that are gathered now."""
@@ -103,7 +103,7 @@ class Rank:
 
     def write_past_torch(self) -> None:
         """Change one element in a way that no version counter sees."""
-        local = next(p for p in self.model.parameters()).to_local().detach()
+        local = dict(self.model.named_parameters())["layers.0.weight"].to_local().detach()
         local.numpy().reshape(-1)[0] += 1.0
 
     def replace_memory(self) -> None:

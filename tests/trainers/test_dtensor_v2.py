@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from tests.trainers.ranks import Ranks, unsharded
 from tests.trainers.reading import Reading
+from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError
+from weightsync.fingerprint import MASK, fingerprint
+from weightsync.publisher import SealRequest
+from weightsync.spec import Sealed
 from weightsync.trainers.dtensor_v2 import reader
 
 LAYOUTS = {2: ["ddp", "fsdp", "fsdp_each"], 4: ["fsdp", "hsdp", "column", "row"]}
@@ -29,7 +36,7 @@ def fleets(tmp_path_factory):
         ranks.close()
 
 
-@pytest.fixture()
+@pytest.fixture
 def offered(fleets):
     """Start publishers over ``world`` ranks in a layout; everything is closed again."""
     readings = []
@@ -76,8 +83,6 @@ def test_a_rank_that_owns_nothing_takes_part_and_exports_no_bytes_for_it(offered
 
 
 def test_fingerprints_of_shards_add_up_to_that_of_the_whole(offered):
-    from weightsync.fingerprint import MASK, fingerprint
-
     ranks, reading = offered(4, "column")
     exports = reading.export()
     ranks.call("step_done", 1)
@@ -90,32 +95,35 @@ def test_fingerprints_of_shards_add_up_to_that_of_the_whole(offered):
         assert sum(sums[name].values()) & MASK == fingerprint(tensor, (0,) * tensor.dim()), name
 
 
-@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("how", ["foreach", "fused", "loop"])
 @pytest.mark.parametrize("layout", ["fsdp", "column"])
-def test_an_optimizer_step_during_the_move_is_reported_by_name(offered, foreach, layout):
+def test_an_optimizer_step_during_the_move_is_reported_by_name(offered, how, layout):
     ranks, reading = offered(4, layout)
     exports = reading.export()
     ranks.call("step_done", 3)
     before = reading.publish(3)
-    ranks.call_one(1, "optimize", foreach)
+    ranks.call_one(1, "optimize", how)
     sealed = reading.seal(3)
     own = {s.tensor for s in exports[1].shards if s.segment >= 0 and not s.is_buffer}
     assert own
     assert own <= set(sealed[1].changed)
     assert sealed[1].fingerprints != before[1].fingerprints
+    without = SealRequest(step=3, regions=[])
+    unread = reading.clients[1].call("seal", without, deadline=Deadline(30, "test"), returns=Sealed)
+    assert own <= set(unread.changed), "noticed without fingerprints too"
     for rank in (0, 2, 3):
         assert sealed[rank].changed == []
         assert sealed[rank].fingerprints == before[rank].fingerprints
 
 
-def test_a_write_that_no_version_counter_sees_is_in_the_fingerprints(offered):
+def test_a_write_that_no_version_counter_sees_is_found_by_fingerprint(offered):
     ranks, reading = offered(2, "fsdp")
     reading.export()
     ranks.call("step_done", 1)
     before = reading.publish(1)
     ranks.call_one(0, "write_past_torch")
     sealed = reading.seal(1)
-    assert sealed[0].changed == []
+    assert sealed[0].changed == ["layers.0.weight"]
     assert sealed[0].fingerprints != before[0].fingerprints
     assert sealed[1].fingerprints == before[1].fingerprints
 
@@ -169,7 +177,8 @@ def test_memory_that_moves_is_read_where_it_is_at_the_next_push(offered):
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("partial", ["layers.0.weight", "not reduced"]), ("strided", ["layers.0.weight", "not one box"])]
+    ("what", "words"),
+    [("partial", ["layers.0.weight", "not reduced"]), ("strided", ["layers.0.weight", "not one box"])],
 )
 def test_shards_that_are_no_boxes_of_values_are_refused_by_name(fleets, what, words):
     for refusal in fleets(4).call("refused", what):
@@ -235,3 +244,14 @@ def test_what_cannot_be_published_is_refused_by_name(tensors, words):
 def test_something_else_than_a_model_is_refused():
     with pytest.raises(ConfigError, match="list"):
         reader([torch.ones(1)])
+
+
+def test_nothing_here_keeps_memory_alive_between_reads():
+    model = nn.Linear(4, 4)
+    source = reader(model)
+    assert len(source.read()) == 2
+    gone = weakref.ref(model.weight)
+    model.weight = nn.Parameter(torch.zeros(4, 4))
+    gc.collect()
+    assert gone() is None
+    assert torch.equal(source.read()[0].tensor, torch.zeros(4, 4))

@@ -26,8 +26,9 @@ class Held:
     What is published is ``tensor`` or, where there is a ``compute``, what that makes of it: a tensor of the same shape and
     dtype that shares no memory with it.
 
-    ``tensor`` is the trainer's own memory (plain, detached, any strides), ``shape`` that of the whole tensor, ``offset``
-    where ``tensor`` starts in it. A rank that holds nothing has a ``tensor`` with a size of 0.
+    ``tensor`` is the trainer's own memory (plain, detached, any strides), ``shape`` that of the whole tensor,
+    ``offset`` where ``tensor`` starts in it. A rank that holds nothing has a ``tensor`` with a size of 0. ``owner`` is
+    the object that trainer and optimizer write through, where there is one: a DTensor over ``tensor``, a Parameter.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Held:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     is_buffer: bool = False
+    owner: torch.Tensor | None = None
     compute: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property

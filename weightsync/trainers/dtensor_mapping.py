@@ -5,8 +5,8 @@ Tensors that go by their Hugging Face name and layout map to themselves. nemo-au
     *.experts.gate_and_up_projs   [E, H, 2 I]   gate, then up, side by side; [E, H, I] is up alone (no gate)
     *.experts.down_projs          [E, I, H]
 
-where Hugging Face has ``experts.{e}.gate_proj.weight`` and ``up_proj`` [I, H] and ``down_proj`` [H, I]. Any other stack of
-experts is refused by name: gate and up may be interleaved, and their order cannot be seen.
+where Hugging Face has ``experts.{e}.gate_proj.weight`` and ``up_proj`` [I, H] and ``down_proj`` [H, I]. Any other stack
+of experts is refused by name: gate and up may be interleaved, and their order cannot be seen.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _transposed(source: str, offset: Shape, size: Shape, target: str) -> Rule:
 
 def _unknown(name: str, shape: Shape, more: str = "") -> ConfigError:
     return ConfigError(
-        f"{name} {list(shape)} stacks experts in a layout that is not known here{more}; known are {_GATE_UP} [E, H, 2 I] "
-        f"or [E, H, I] with {_DOWN} [E, I, H], or one tensor an expert by its Hugging Face name",
+        f"{name} {list(shape)} stacks experts in a layout that is not known here{more}; known are {_GATE_UP} "
+        f"[E, H, 2 I] or [E, H, I] with {_DOWN} [E, I, H], or one tensor an expert by its Hugging Face name",
         tensor=name,
     )

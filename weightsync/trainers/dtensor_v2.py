@@ -2,13 +2,15 @@
 
 What is published are the *sharded* parameters. While FSDP2 has a module gathered (after a forward pass with
 ``reshard_after_forward=False``, as its root has) the module shows whole plain tensors in their place; the reader then
-stays with the DTensor that it saw before, which FSDP2 keeps and the optimizer updates. The model is walked anew at every
-read, so a parameter that moved (``model.to``, a new allocation) is found where it is.
+stays with the DTensor that it saw before, which FSDP2 keeps and the optimizer updates. The model is walked anew at
+every read, so a parameter that moved (``model.to``, a new allocation) is found where it is. Between reads nothing here
+keeps memory alive that a parameter has left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,12 +34,27 @@ def reader(model_or_tensors: nn.Module | Mapping[str, torch.Tensor]) -> DTensorR
     return DTensorReader(model_or_tensors)
 
 
+class _Known(NamedTuple):
+    """What was found out about a tensor: valid for the same object over the same memory.
+
+    ``place`` names both without a reference: one would keep the memory alive, and ``Module.to`` refuses to convert
+    DTensors that have weak ones.
+    """
+
+    place: tuple
+    name: str
+    offset: tuple[int, ...] | None
+    memory: tuple
+
+
 class DTensorReader:
     """See ``weightsync.trainers.Reader``. Tied parameters are read once, by the embedding's name if one has it."""
 
     def __init__(self, model_or_tensors: nn.Module | Mapping[str, torch.Tensor]) -> None:
         self._source = model_or_tensors
         self._sharded: dict[str, DTensor] = {}
+        self._known: dict[str, _Known] = {}
+        self._names: list[str] = []
         if isinstance(model_or_tensors, nn.Module):
             for module in model_or_tensors.modules():
                 if isinstance(module, FSDPModule):
@@ -50,15 +67,18 @@ class DTensorReader:
         """Nothing: FSDP2 has gathered or resharded parameters, never half of them."""
 
     def read(self) -> list[Held]:
+        entries = list(_entries(self._source))
+        names = [raw for raw, _, _ in entries]
+        if names != self._names:
+            refuse_what_has_no_weights_of_its_own(names)
+            self._names = names
         found: dict[str, tuple[str, Held]] = {}
         by_memory: dict[tuple, str] = {}
-        entries = list(_entries(self._source))
-        refuse_what_has_no_weights_of_its_own(raw for raw, _, _ in entries)
         for raw, tensor, is_buffer in entries:
-            held = _held(raw, self._as_sharded(raw, tensor), is_buffer)
+            held, memory = self._look(raw, self._as_sharded(raw, tensor), is_buffer)
             if held is None:
                 continue
-            other = by_memory.get(_memory_of(held))
+            other = by_memory.get(memory)
             if other is not None:
                 if "embed" not in held.name or "embed" in other:
                     continue
@@ -66,18 +86,31 @@ class DTensorReader:
             if held.name in found:
                 raise ConfigError(f"{found[held.name][0]} and {raw} are both {held.name}", tensor=held.name)
             found[held.name] = (raw, held)
-            by_memory[_memory_of(held)] = held.name
+            by_memory[memory] = held.name
         return [held for _, held in found.values()]
 
     def rules(self, held: list[Held]) -> list[Rule]:
         return rules_of({h.name: h.shape for h in held})
 
+    def _look(self, raw: str, tensor: torch.Tensor, is_buffer: bool) -> tuple[Held | None, tuple]:
+        """What this rank holds of a tensor, and a key that two names of one tensor share."""
+        known, local = self._known.get(raw), _local_of(tensor)
+        _check_plain(raw, local)
+        layout = local.data_ptr(), local.dtype, local.shape, local.stride(), tensor.shape
+        if known is None or known.place != (id(tensor), *layout):
+            offset = _offset(raw, tensor, local)
+            memory = local.untyped_storage()._cdata, local.storage_offset(), *layout, offset
+            known = self._known[raw] = _Known((id(tensor), *layout), plain_name(raw), offset, memory)
+        if known.offset is None:
+            return None, ()
+        return Held(known.name, local.detach(), tuple(tensor.shape), known.offset, is_buffer, tensor), known.memory
+
     def _as_sharded(self, raw: str, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             self._sharded[raw] = tensor
-        elif raw in self._sharded and self._sharded[raw].shape == tensor.shape:
-            return self._sharded[raw]
-        return tensor
+            return tensor
+        before = self._sharded.get(raw)
+        return tensor if before is None or before.shape != tensor.shape else before
 
 
 def _entries(source: nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -94,26 +127,35 @@ def _entries(source: nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[s
     yield from ((name, buffer, True) for name, buffer in source.named_buffers() if name not in passing)
 
 
-def _held(raw: str, tensor: torch.Tensor, is_buffer: bool) -> Held | None:
-    """None if this rank is outside the tensor's mesh and no empty box can say so (0-d)."""
-    name, shape = plain_name(raw), tuple(tensor.shape)
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part. One outside the DTensor's mesh has an empty one."""
     if not isinstance(tensor, DTensor):
-        return Held(name, _checked(raw, tensor), shape, (0,) * len(shape), is_buffer)
-    with torch.no_grad():
-        local = _checked(raw, tensor.to_local())
+        return tensor
+    local = tensor._local_tensor
     if tensor.device_mesh.get_coordinate() is None:
-        return Held(name, local.new_empty((0,) * len(shape)), shape, (0,) * len(shape), is_buffer) if shape else None
+        return local.new_empty((0,) * tensor.dim()) if tensor.dim() else local
+    return local
+
+
+def _offset(raw: str, tensor: torch.Tensor, local: torch.Tensor) -> tuple[int, ...] | None:
+    """Where this rank's part starts. None: outside the mesh, and no empty box can say so (0-d). Raises ConfigError."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    if tensor.device_mesh.get_coordinate() is None:
+        return (0,) * tensor.dim() if tensor.dim() else None
     partial = [p for p in tensor.placements if p.is_partial()]
     if partial:
-        raise ConfigError(f"{raw} is not reduced yet ({partial[0]}): its shards are sums, not parts", tensor=name)
+        raise ConfigError(f"{raw} is not reduced yet ({partial[0]}): its shards are sums, not parts", tensor=raw)
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if local.numel() == 0 and 0 in size:  # by way of FSDP or of TP: other sizes beside the 0
+        return tuple(offset)
     if tuple(size) != tuple(local.shape) or not _is_one_box(tensor):
         raise ConfigError(
             f"{raw}: the part {list(local.shape)} that this rank holds by {tensor.placements} is not one box of "
-            f"{list(shape)}",
-            tensor=name,
+            f"{list(tensor.shape)}",
+            tensor=raw,
         )
-    return Held(name, local, shape, tuple(offset), is_buffer)
+    return tuple(offset)
 
 
 def _is_one_box(tensor: DTensor) -> bool:
@@ -131,16 +173,8 @@ def _is_one_box(tensor: DTensor) -> bool:
     return True
 
 
-def _checked(raw: str, tensor: torch.Tensor) -> torch.Tensor:
+def _check_plain(raw: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise ConfigError(f"{raw} is a {type(tensor).__name__}, not plain memory that can be read", tensor=raw)
     if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
         raise ConfigError(f"{raw} is {tensor.layout} on {tensor.device}: there is no memory to read", tensor=raw)
-    return tensor.detach()
-
-
-def _memory_of(held: Held) -> tuple:
-    """Equal for two names of one tensor, also where this rank holds nothing of it."""
-    tensor = held.tensor
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), held.offset, held.shape, held.is_buffer

@@ -47,7 +47,7 @@ class Transport(Protocol):
     NAME: str
 
     def allocate(self, nbytes: int, device: str = "") -> Memory:
-        """New memory (``nbytes`` > 0), this process its owner, on the GPU with UUID ``device`` ("": the current one)."""
+        """New memory (``nbytes`` > 0) of this process, on the GPU with UUID ``device`` ("": the current one)."""
         ...
 
     def export(self, tensor: torch.Tensor) -> tuple[Segment, int]:

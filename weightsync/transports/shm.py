@@ -144,7 +144,7 @@ def make_puller(pairs: Sequence[Pair]) -> Puller:
 
 
 class Puller:
-    """A recorded set of copies, neighbours merged. ``num_bytes`` are bytes written, ``num_copies`` copies after merging.
+    """A recorded set of copies, neighbours merged. ``num_bytes`` are bytes written, ``num_copies`` what merging left.
 
     Copies between equal dtypes move bits; others round as ``Tensor.to`` does.
     """
