@@ -27,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 
 def gpt(case: Case, config: Any, states: list[State], *, te_names: bool) -> list[torch.nn.Module]:
-    """GPTModel chunks, by Transformer Engine's names or by those of megatron-core's own modules."""
+    """GPTModel chunks that hold ``states`` (none: as initialised), by Transformer Engine's names or by those of megatron-core's own modules."""
     config = config if te_names else plain(config)
 
     def provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
@@ -35,7 +35,7 @@ def gpt(case: Case, config: Any, states: list[State], *, te_names: bool) -> list
         return GPTModel(config, spec, **_model_options(case, pre_process, post_process), vp_stage=vp_stage)
 
     chunks = build_chunks(case, provider)
-    for chunk, state in zip(chunks, states, strict=True):
+    for chunk, state in zip(chunks, states):
         _load(chunk, state if te_names else _local_names(chunk, state))
     return chunks
 
@@ -75,9 +75,7 @@ def half(chunk: torch.nn.Module) -> torch.nn.Module:
 
 def data_parallel(chunk: torch.nn.Module, *, overlap: bool = False) -> DistributedDataParallel:
     """Inside DistributedDataParallel; ``overlap``: parameters are gathered during the forward after a step."""
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=overlap, overlap_param_gather=overlap, overlap_grad_reduce=overlap
-    )
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=overlap, overlap_param_gather=overlap)
     return DistributedDataParallel(chunk.config, ddp, chunk)
 
 

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from torch.overrides import TorchFunctionMode
 
 
 class Norm(torch.nn.Module):
@@ -99,12 +100,25 @@ class Provider(backends.LocalSpecProvider):
         return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=GroupedColumn, linear_fc2=GroupedRow))
 
 
+class OnCpu(TorchFunctionMode):
+    """Where megatron-core says ``device="cuda"``, this says ``cpu``, and types of tensors are called CUDA's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
 def prepare() -> None:
     """Let megatron-core build models on a CPU, and give it the stand-ins where it looks for Transformer Engine."""
     from megatron.core.extensions import transformer_engine_spec_provider
 
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_stream = lambda: None
     torch.Tensor.cuda = lambda self, *_, **__: self
     transformer_engine_spec_provider.TESpecProvider = Provider
     backends.LocalSpecProvider.core_attention = Provider.core_attention

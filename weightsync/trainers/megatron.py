@@ -63,7 +63,6 @@ class MegatronReader:
         self._gated = bool(config.gated_linear_unit)
         self._model = _model(self._chunks[0], options)
         self._gathers = Gathers(self._wrapped)
-        self._computed: dict[str, torch.Tensor] = {}
 
     def settle(self) -> None:
         """Finish parameter all-gathers that overlap with the next forward, and bring offloaded parameters back if so asked.
@@ -77,7 +76,7 @@ class MegatronReader:
     def read(self) -> list[Held]:
         """Every parameter and persistent buffer, by global name, in the trainer's own memory.
 
-        Norms that Megatron keeps zero-centred are the exception: what engines get is computed into memory of ours.
+        For norms that Megatron keeps zero-centred, what engines get is computed.
         """
         pinned = host_copies(self._wrapped, self._options.offloaded)
         held, seen = [], set()
@@ -92,20 +91,28 @@ class MegatronReader:
                 place = local_box(
                     named, tensor_axis=_axis(groups.tp), expert_axis=expert_axis, gated=self._gated, data=pinned(named)
                 )
-                held.append(self._held(named.name, place, named.is_buffer))
+                compute = _plus_one if self._zero_centred and is_norm(named.name) else None
+                held.append(
+                    Held(
+                        named.name,
+                        place.view,
+                        place.shape,
+                        place.offset,
+                        named.is_buffer,
+                        owner=named.tensor,
+                        compute=compute,
+                    )
+                )
         return held
 
     def rules(self, held: list[Held]) -> list[Rule]:
         """The rules of what this rank holds; a tensor that no family has gets none, and is refused at connect."""
         return [rule for h in held for rule in rules_for(h.name, h.shape, self._model)]
 
-    def _held(self, name: str, place: Any, is_buffer: bool) -> Held:
-        if not (self._zero_centred and is_norm(name)):
-            return Held(name, place.view, place.shape, place.offset, is_buffer)
-        if name not in self._computed or self._computed[name].device != place.view.device:
-            self._computed[name] = torch.empty_like(place.view)
-        torch.add(place.view, 1, out=self._computed[name])
-        return Held(name, self._computed[name], place.shape, place.offset, is_buffer, computed_from=place.view)
+
+def _plus_one(norm: torch.Tensor) -> torch.Tensor:
+    """What a norm that the trainer keeps zero-centred multiplies with."""
+    return norm + 1
 
 
 def _axis(group: Any) -> Axis:
