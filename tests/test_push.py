@@ -19,7 +19,7 @@ from weightsync.errors import (
 )
 from weightsync.fanout import Fanout
 from weightsync.fleet import Progress
-from weightsync.push import Push
+from weightsync.push import Push, SourcesMoved
 from weightsync.spec import Box, EngineReport, Need, Published, Sealed, View
 
 FINGERPRINT = 77
@@ -143,6 +143,7 @@ def push(links, *, route=None, workers=None, **config) -> Push:
         links=links,
         routes={"shm": route or FakeRoute()},
         plan=FakePlan(),
+        generations={0: 0},
         fanout=fanout,
         deadline=Deadline(10, "test"),
     )
@@ -303,3 +304,12 @@ def test_a_fault_of_our_own_leaves_no_engine_paused():
     with pytest.raises(TransferError, match="ZeroDivisionError"):
         push(links).run()
     assert all(not link.client.paused for link in links)
+
+
+def test_memory_that_moved_is_noticed_before_anyone_is_paused():
+    links = three()
+    one = push(links)
+    one._generations = {0: 1}
+    with pytest.raises(SourcesMoved):
+        one.run()
+    assert all(link.client.calls == [] for link in links)

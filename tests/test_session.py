@@ -183,7 +183,7 @@ def test_weights_that_change_during_the_move_fail_the_push(world):
     one.train(2)
     meddler = threading.Timer(0.5, lambda: one.tensors["norm.weight"].add_(1))
     meddler.start()
-    with pytest.raises(TransferError, match="norm.weight"):
+    with pytest.raises(TransferError, match=r"norm\.weight"):
         one.session.push(PushRequest(step=2))
     meddler.join()
     assert one.session.status().engines[0].state == "fenced" and one.engines[0].paused
@@ -237,6 +237,17 @@ def test_one_flipped_bit_in_the_engine_is_found(world):
         one.push(2)
     assert (caught.value.rank, caught.value.tensor) == (1, "mlp.down.weight")
     assert one.engines[0].weight_version == "1"
+
+
+def test_memory_that_was_withdrawn_is_mapped_anew(world):
+    one = world(engine())
+    one.push(1)
+    one.publisher.withdraw()
+    assert one.push(2).verified
+    assert_serves(one.engines[0], one.tensors, 2)
+    one.tensors["norm.weight"] = torch.zeros(SHAPES["norm.weight"])  # a new allocation under the old name
+    assert one.push(3).verified
+    assert_serves(one.engines[0], one.tensors, 3)
 
 
 BAD_REPLIES = ["500", "400", "200 false", "not json", "drop"]

@@ -30,6 +30,10 @@ PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
 CLEANUP_S = 5.0
 
 
+class SourcesMoved(Exception):
+    """What a rank had exported is void (offloaded and back, a new allocation). Nothing was paused or moved yet."""
+
+
 class Push:
     """The transaction that brings one step's weights into ``links``. Made anew for every push, run once."""
 
@@ -42,6 +46,7 @@ class Push:
         links: list[EngineLink],
         routes: dict[str, Route],
         plan: Plan,
+        generations: dict[int, int],
         fanout: Fanout,
         deadline: Deadline,
     ) -> None:
@@ -59,7 +64,7 @@ class Push:
         self._phase = ""
         self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
         self._notes: list[str] = []
-        self.generations: dict[int, int] = {}
+        self._generations = generations
 
     @property
     def _verifies(self) -> bool:
@@ -95,8 +100,10 @@ class Push:
 
     def _publish(self) -> None:
         published = self._workers.publish(self.step, self._regions, self._deadline)
+        moved = [rank for rank, p in published.items() if p.generation != self._generations[rank]]
+        if moved:
+            raise SourcesMoved(f"training ranks {moved} moved their memory")
         self._fingerprints = {rank: p.fingerprints for rank, p in published.items()}
-        self.generations = {rank: p.generation for rank, p in published.items()}
 
     def _pause(self, link: EngineLink) -> None:
         link.progress.paused = True  # before the call: one that times out may still take effect

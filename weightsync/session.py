@@ -9,15 +9,18 @@ import msgspec
 
 from weightsync.config import Config, EngineConfig
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigError, StaleVersion, WeightSyncError
+from weightsync.errors import ConfigError, StaleVersion, TransferError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import Doorbell, EngineLink, Inbox, lost
 from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
-from weightsync.push import Push
+from weightsync.push import Push, SourcesMoved
 from weightsync.routes import PullRoute, Route
 from weightsync.rpc import Server
 from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
 from weightsync.workers import Workers
+
+
+MAX_REMAPS = 3
 
 
 class Session:
@@ -107,16 +110,18 @@ class Session:
             if link is None:
                 raise ConfigError(f"engine {url} is not in this session; there are {[li.url for li in self._links]}")
             self._links.remove(link)
-            link.close()
-            if self._links:
-                self._replan(Deadline(self._config.connect_timeout_s, f"removing engine {url}"))
+            try:
+                if self._links:
+                    self._replan(Deadline(self._config.connect_timeout_s, f"removing engine {url}"))
+            finally:
+                link.close()
 
     def close(self) -> None:
         """Unmap everything and close every connection. Engines keep their weights and state. Idempotent."""
+        for route in self._routes.values():  # first: some tell the engines
+            route.close()
         for link in self._links:
             link.close()
-        for route in self._routes.values():
-            route.close()
         self._workers.close()
         self._server.close()
         self._fanout.close()
@@ -202,18 +207,30 @@ class Session:
         )
 
     def _run(self, step: int, deadline: Deadline) -> SyncReport:
-        links = [link for link in self._links if link.state != "lost"]
-        push = Push(
+        """Push; when trainer memory has moved, map it anew first. A rank that moves it again and again is an error."""
+        for _ in range(MAX_REMAPS):
+            try:
+                return self._new_push(step, deadline).run()
+            except SourcesMoved:
+                self._replan(deadline)
+        raise TransferError(
+            f"training memory moved during each of {MAX_REMAPS} attempts to map it for step {step}: call step_done "
+            "only when the weights stay where they are until push returns",
+            safe_to_retry=True,
+        )
+
+    def _new_push(self, step: int, deadline: Deadline) -> Push:
+        return Push(
             step,
             config=self._config,
             workers=self._workers,
-            links=links,
+            links=[link for link in self._links if link.state != "lost"],
             routes=self._routes,
             plan=self._plan,
+            generations={rank: export.generation for rank, export in self._exports.items()},
             fanout=self._fanout,
             deadline=deadline,
         )
-        return push.run()
 
     def _reconnect(self, deadline: Deadline) -> None:
         """Notice engines that were restarted since the last push; attach them anew, paused, before anything moves."""
