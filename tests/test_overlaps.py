@@ -19,7 +19,9 @@ def fill(rows, columns, value):
 
 
 def copy(rows, columns, tensor):
-    return fill(rows, columns, 0.0)._replace(tensor=tensor, box=Box((0, 0), (rows[1] - rows[0], columns[1] - columns[0])))
+    return fill(rows, columns, 0.0)._replace(
+        tensor=tensor, box=Box((0, 0), (rows[1] - rows[0], columns[1] - columns[0]))
+    )
 
 
 def painted(writes):
@@ -55,7 +57,9 @@ def test_memory_with_gaps_is_told_by_spans_only():
     rows = [Write(View(0, 0, (8, 1)), (1, 6), value=1.0), Write(View(0, 8, (8, 1)), (1, 6), value=2.0)]
     assert settle(rows, SHAPE, (8, 1)) == rows
     with pytest.raises(Overlap, match="not boxes"):
-        settle([Write(View(0, 0, (8, 1)), (4, 3), value=1.0), Write(View(0, 3, (8, 1)), (4, 3), value=2.0)], SHAPE, (8, 1))
+        settle(
+            [Write(View(0, 0, (8, 1)), (4, 3), value=1.0), Write(View(0, 3, (8, 1)), (4, 3), value=2.0)], SHAPE, (8, 1)
+        )
 
 
 @st.composite

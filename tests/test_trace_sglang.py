@@ -1,4 +1,4 @@
-"""The traced needs of real SGLang models, replayed bit for bit: in both engine environments, by subprocess, no server."""
+"""The traced needs of real SGLang models, replayed bit for bit: in both engine environments, without a server."""
 
 from __future__ import annotations
 
@@ -74,5 +74,7 @@ def test_latent_attention_names_what_is_opaque_and_what_is_derived(version):
     fused = [f"model.layers.{i}.self_attn.fused_qkv_a_proj_with_mqa.weight" for i in layers]
     assert list(found["opaque"]) == fused
     assert all("aten.cat" in reason for reason in found["opaque"].values())
-    assert sorted(found["derived"]) == sorted(f"model.layers.{i}.self_attn.{w}" for i in layers for w in ("w_kc", "w_vc"))
+    assert sorted(found["derived"]) == sorted(
+        f"model.layers.{i}.self_attn.{w}" for i in layers for w in ("w_kc", "w_vc")
+    )
     assert found["holes"] == []

@@ -10,7 +10,7 @@ from weightsync.spec import Box
 
 
 class Run(NamedTuple):
-    """One dim of a copy: ``count`` elements, ``source`` apart where they are read and ``target`` apart where written."""
+    """One dim of a copy: ``count`` elements, ``source`` apart where read and ``target`` apart where written."""
 
     source: int
     target: int
@@ -20,9 +20,9 @@ class Run(NamedTuple):
 def source_box(shape: tuple[int, ...], offset: int, runs: Sequence[Run]) -> tuple[Box, tuple[int, ...]] | None:
     """The box of a row-major tensor of ``shape`` that ``runs`` read from element ``offset`` on.
 
-    Returns it with the target's stride along each dim of ``shape`` (0 where the box has one element), or None if what is
-    read is no box: a stepped or expanded view, a diagonal, or a split dim whose parts lie apart in the target. Dims may
-    come in any order, and flattened ones (``view(-1)``) are taken apart again.
+    Returns it with the target's stride along each dim of ``shape`` (0 where the box has one element), or None if what
+    is read is no box: a stepped or expanded view, a diagonal, or a split dim whose parts lie apart in the target. Dims
+    may come in any order, and flattened ones (``view(-1)``) are taken apart again.
     """
     steps = dense_strides(shape)
     start, rest = [], offset

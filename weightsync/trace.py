@@ -4,10 +4,10 @@ The loader is given *meta* tensors that are all views of one address space. A di
 from the address space into a parameter is written down, not made; a fill likewise; everything else runs. Slicing,
 fusing, transposing and tensor parallelism are views to torch, so no model family is known here by name.
 
-What cannot be followed makes its parameter *opaque*: a source that was computed (``cat``, ``clone``, arithmetic), a view
-that is no box, overlapping copies. A loader that raises (``.item()`` has no answer here) makes the whole model opaque.
-Casts are followed: floats are offered in the dtype in which the engine holds most of its own, and what is needed is
-the dtype of the parameter that is written. Runs in the engine's event loop; leaves no mark on the model.
+What cannot be followed makes its parameter *opaque*: a source that was computed (``cat``, ``clone``, arithmetic), a
+view that is no box, overlapping copies. A loader that raises (``.item()`` has no answer here) makes the whole model
+opaque. Casts are followed: floats are offered in the dtype in which the engine holds most of its own, and what is
+needed is the dtype of the parameter that is written. Runs in the engine's event loop; leaves no mark on the model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Trace:
 
 
 def trace(model: nn.Module, live: LiveWeights, tensors: Sequence[TensorSpec]) -> Trace:
-    """What ``model.load_weights`` would do with ``tensors``. Whatever the loader raises becomes a reason in the result."""
+    """What ``model.load_weights`` would do with ``tensors``. What the loader raises becomes a reason in the result."""
     recorder = _Recorder(live, AddressSpace(_main_float(live)))
     offered = [(t.name, recorder.space.offer(t)) for t in tensors]
     failure = ""

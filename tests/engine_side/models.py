@@ -1,11 +1,10 @@
-"""Real SGLang model objects without a server: one process, one rank of gloo, weights from a folder. Both API generations.
+"""Real SGLang model objects without a server: one process, one gloo rank, weights from a folder. Both generations.
 
 Runs in an engine environment. Nothing of weightsync is needed to build them.
 """
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import torch
@@ -51,7 +50,10 @@ def _publishes() -> bool:
     """Whether this SGLang keeps its arguments in a process-wide context (0.5.21 on)."""
     from importlib.util import find_spec
 
-    return find_spec("sglang.srt.runtime_context") is not None and find_spec("sglang.srt.distributed.bootstrap") is not None
+    return (
+        find_spec("sglang.srt.runtime_context") is not None
+        and find_spec("sglang.srt.distributed.bootstrap") is not None
+    )
 
 
 def _start_published(args):

@@ -19,8 +19,8 @@ from torch import nn
 from tests.engine_side.models import build
 from weightsync.boxes import whole
 from weightsync.coverage import check_layout
+from weightsync.layouts import layout_of
 from weightsync.live import LiveWeights, bits
-from weightsync.receiver_session import _layout
 from weightsync.spec import Need, TensorSpec
 from weightsync.trace import finalise, trace
 from weightsync.views import box_of
@@ -33,7 +33,7 @@ def checkpoint(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
+            for name in opened.keys():  # noqa: SIM118 - no mapping
                 tensor = opened.get_tensor(name)
                 found[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     return found
@@ -59,9 +59,8 @@ def replay(model: nn.Module, tensors: list[TensorSpec], seed: int = 1) -> dict:
     traced = trace(model, live, tensors)
     seconds = time.perf_counter() - started
     marked = live.moved() or [s.name for s in live.slots if not torch.equal(bits(s.tensor()), before[s.name])]
-    constants = [s.name for s in live.slots if s.kind != "parameter" and s.name not in traced.written]
-    layout = _layout(live, traced, constants, rank=0, device=torch.device("cpu"))
-    live.keep(constants)
+    layout = layout_of(live, traced, rank=0, device=torch.device("cpu"))
+    live.keep(layout.constants)
     weights = random_weights(tensors, seed)
     model.load_weights((name, weights[name]) for name in weights)
     expected = {s.name: bits(s.tensor()).clone() for s in live.slots}
@@ -81,7 +80,7 @@ def replay(model: nn.Module, tensors: list[TensorSpec], seed: int = 1) -> dict:
         "fills": len(traced.fills),
         "opaque": traced.opaque,
         "derived": traced.derived,
-        "constants": constants,
+        "constants": layout.constants,
         "ignored": traced.ignored,
         "trace_s": round(seconds, 4),
     }

@@ -13,7 +13,9 @@ class _Missing:
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        raise NotImplementedError(f"sgl_kernel.{self.__name__} was called, but only an import-only sgl_kernel is installed")
+        raise NotImplementedError(
+            f"sgl_kernel.{self.__name__} was called, but only an import-only sgl_kernel is installed"
+        )
 
     def __repr__(self) -> str:
         return f"<missing kernel sgl_kernel.{self.__name__}>"
