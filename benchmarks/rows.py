@@ -97,11 +97,16 @@ def table(rows: Sequence[Row], title: str = ""):
     """Rows for ``rich`` to print: a table a setting, with the plain copy as its first line."""
     from rich.console import Group
 
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(heading(row), []).append(row)
     above = [f"\n[bold]{title}"] if title else []
-    return Group(*above, *(_table(found, name) for name, found in groups.items()))
+    return Group(*above, *(_table(found, heading(found[0])) for found in groups(rows)))
+
+
+def groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that were measured together, side by side: one setting in one run, known by its floor."""
+    found: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        found.setdefault((heading(row), row.floor_s), []).append(row)
+    return list(found.values())
 
 
 def _table(rows: Sequence[Row], title: str):
@@ -113,7 +118,7 @@ def _table(rows: Sequence[Row], title: str):
     for name in ("GB", "tensors", "ms (median)", "min", "max", "n", "x copy", *PHASES):
         shown.add_column(name, justify="right")
     if rows[0].floor_s:
-        shown.add_row("plain copy of the same bytes", "", *_size(rows[0]), _ms(rows[0].floor_s))
+        shown.add_row("plain copy of the same bytes", "", *_size(rows[0]), milliseconds(rows[0].floor_s))
     for row in rows:
         shown.add_row(*_cells(row))
     return shown
@@ -128,8 +133,14 @@ def heading(row: Row) -> str:
 
 def _cells(row: Row) -> list[str]:
     factor = f"{row.push_s.median / row.floor_s:.1f}" if row.floor_s else ""
-    times = [_ms(row.push_s.median), _ms(row.push_s.min), _ms(row.push_s.max), str(row.push_s.n), factor]
-    phases = [_ms(row.phases_s[phase]) if phase in row.phases_s else "" for phase in PHASES]
+    times = [
+        milliseconds(row.push_s.median),
+        milliseconds(row.push_s.min),
+        milliseconds(row.push_s.max),
+        str(row.push_s.n),
+        factor,
+    ]
+    phases = [milliseconds(row.phases_s[phase]) if phase in row.phases_s else "" for phase in PHASES]
     verified = "" if row.route == STOCK else "no" if row.verify == "none" else "yes"
     return [row.name, verified, *_size(row), *times, *phases]
 
@@ -138,6 +149,7 @@ def _size(row: Row) -> list[str]:
     return [f"{row.num_bytes / 1e9:.3g}", str(row.num_tensors)]
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """As text, to three digits."""
     ms = seconds * 1e3
     return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
