@@ -13,6 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.engines import Engine, EngineInfo
 from weightsync.engines.sglang import SglangEngine
 from weightsync.errors import ConfigError, EngineLost, PlanError, WeightSyncError
+from weightsync.fanout import Fanout
 from weightsync.rpc import Client
 from weightsync.spec import EngineReport, Layout, TensorSpec
 
@@ -134,6 +135,15 @@ class EngineLink:
             receiver.call("install", install, deadline=deadline)
         self._plan_id = plan_id
 
+    def call_receivers(self, method: str, arguments: list | None, deadline: Deadline) -> None:
+        """Call a method of every TP rank's receiver, all at once: each may wait for the others."""
+        calls = list(zip(self._receivers, arguments or [None] * len(self._receivers), strict=True))
+        fanout = Fanout("receivers", workers=max(1, len(calls)))
+        try:
+            fanout.all(lambda call: call[0].call(method, call[1], deadline=deadline), calls)
+        finally:
+            fanout.close()
+
     def is_attached(self) -> bool:
         """True while the engine is the process that was attached. A stock engine is known by its weight version only."""
         deadline = Deadline(PING_S, f"asking the receivers of {self.url}")
@@ -187,7 +197,14 @@ class EngineLink:
         full = self.held or self.state != "serving"
         payloads = [
             wire.payload(
-                wire.Pull(session=self._session, push_id=push_id, plan_id=self._plan_id, step=step, full=full)
+                wire.Pull(
+                    session=self._session,
+                    push_id=push_id,
+                    plan_id=self._plan_id,
+                    step=step,
+                    full=full,
+                    timeout_s=deadline.remaining_s(),
+                )
             )
             for _ in self._receivers
         ]
@@ -255,8 +272,6 @@ class EngineLink:
             raise ConfigError(f"route {wanted} needs our receiver in the engine: {start_so}", engine=self.url)
         if wanted in ("shm", "direct") and wanted != pulls:
             raise ConfigError(f"route {wanted} does not fit an engine on {self.info.device}: use {pulls}", engine=self.url)
-        if wanted == "nccl":
-            raise ConfigError("route nccl is not available in this version", engine=self.url)
         return wanted, f"route {wanted}: as configured"
 
 

@@ -66,24 +66,29 @@ class InstalledPlan:
         pairs = []
         for copy in plan.copies:
             source = source_view(memories, shards[copy.rank], copy)
-            pairs.append((self._target(copy, source.dtype), source))
+            pairs.append((target_view(live, copy, source.dtype), source))
         self._puller = transports.make_puller(pairs) if pairs else None
         self.num_bytes = sum(target.nbytes for target, _ in pairs)
 
-    def run(self) -> float:
-        """Copy and fill; returns the seconds the copies took. Copies are done on return; fills may be queued."""
+    def run(self, timeout_s: float = 0.0) -> float:
+        """Copy and fill; returns the seconds the copies took. Copies are done on return; fills may be queued.
+
+        ``timeout_s`` is for plans that wait for others.
+        """
         with torch.inference_mode():
             seconds = self._puller.run() if self._puller else 0.0
             for fill in self._fills:
                 self._live.view(fill.view, fill.size).fill_(fill.value)
         return seconds
 
-    def _target(self, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
-        slot = self._live.slots[copy.target.storage]
-        target = slot_view(self._live, copy.target, copy.box.size)
-        if target.dtype != dtype:
-            raise PlanError(f"{slot.name} is {target.dtype}, {copy.tensor} is published as {dtype}", tensor=copy.tensor)
-        return target
+
+def target_view(live: LiveWeights, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
+    """The engine's memory of a copy. Raises PlanError if it is of another dtype than what is published."""
+    target = slot_view(live, copy.target, copy.box.size)
+    if target.dtype != dtype:
+        name = live.slots[copy.target.storage].name
+        raise PlanError(f"{name} is {target.dtype}, {copy.tensor} is published as {dtype}", tensor=copy.tensor)
+    return target
 
 
 def slot_view(live: LiveWeights, at: View, size: tuple[int, ...]) -> torch.Tensor:

@@ -50,6 +50,8 @@ class Attach(Struct, tag=True):
 class Pull(Struct, tag=True):
     """Run plan ``plan_id`` once. ``full``: write the constants back too, so that nothing of before is left.
 
+    ``timeout_s`` ends an exchange whose senders stall; a pull from mapped memory cannot.
+
     Whoever does not know ``session`` says so at ``reply`` by calling ``unknown``, if an address is given.
     """
 
@@ -60,10 +62,11 @@ class Pull(Struct, tag=True):
     full: bool = False
     reply: str = ""
     tp_rank: int = -1
+    timeout_s: float = 0.0
 
 
 class Announcement(Struct):
-    """A receiver's answer to Attach: where it can be called. ``error``: why it cannot serve (``address`` is then "")."""
+    """A receiver's answer to Attach: where it can be called. ``error``: why it cannot serve (``address`` is "")."""
 
     session: str
     tp_rank: int
@@ -73,14 +76,25 @@ class Announcement(Struct):
     error: str = ""
 
 
+class Exchange(Struct):
+    """That a rank's slices arrive over a process group. ``senders``: by trainer rank, the group rank that sends for it."""
+
+    senders: dict[int, int]
+    chunk_bytes: int
+
+
 class Install(Struct):
-    """A rank's part of a plan. ``segments`` and ``shards`` by trainer rank; ``pulls`` false: only verify by it."""
+    """A rank's part of a plan. ``segments`` and ``shards`` by trainer rank; ``pulls`` false: only verify by it.
+
+    With ``exchange`` nothing is mapped: what the copies would read is received.
+    """
 
     plan_id: str
     segments: dict[int, list[Segment]]
     shards: dict[int, list[Shard]]
     plan: RankPlan
     pulls: bool = True
+    exchange: Exchange | None = None
 
 
 class ResultRequest(Struct):

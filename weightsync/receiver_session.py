@@ -7,7 +7,6 @@ keeps plans, pulls and reads apart.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,16 +15,17 @@ import torch
 from torch import nn
 
 from weightsync import receiver as wire
-from weightsync.devices import uuid_of
+from weightsync.exchanging import ExchangedPlan, Membership
 from weightsync.errors import PlanError, VerifyMismatch
 from weightsync.fingerprint import fingerprint_many
+from weightsync.layouts import constants_of, layout_of
 from weightsync.live import LiveWeights, bits
 from weightsync.pull_log import PullLog
 from weightsync.pulling import InstalledPlan, MappedSegments, slot_view
 from weightsync.rpc import Server
-from weightsync.spec import Layout, Param
-from weightsync.trace import Trace, finalise, trace
-from weightsync.versions import library_versions
+from weightsync.spec import Layout
+from weightsync.trace import finalise, trace
+from weightsync.transports.nccl import Join
 
 _RETIRED_S = 60.0
 
@@ -47,13 +47,14 @@ class ReceiverSession:
         self._live = LiveWeights(model)
         traced = trace(model, self._live, command.tensors)
         self._derived = traced.derived
-        constants = [s.name for s in self._live.slots if s.kind != "parameter" and s.name not in traced.written]
+        constants = constants_of(self._live, traced)
         self._known = before._live if before is not None else None
         self._live.keep(constants, known=self._known)
         self._unfed = [s.name for s in self._live.slots if s.name not in {*traced.written, *traced.opaque, *constants}]
         self._device = next((s.tensor().device for s in self._live.slots), torch.device("cpu"))
-        self._layout = _layout(self._live, traced, constants, rank=command.tp_rank, device=self._device)
-        self._plan: InstalledPlan | None = None
+        self._layout = layout_of(self._live, traced, rank=command.tp_rank, device=self._device)
+        self._plan: InstalledPlan | ExchangedPlan | None = None
+        self._membership = Membership(self._device)
         self._mapped = MappedSegments()
         self._lock = threading.RLock()
         self._log = PullLog()
@@ -67,12 +68,16 @@ class ReceiverSession:
         return self._layout
 
     def install(self, install: wire.Install) -> None:
-        """Make a plan ready to run: maps the trainer's memory. Raises PlanError or TransferError; the old plan stays."""
+        """Make a plan ready to run; maps the trainer's memory. On PlanError or TransferError the old plan stays."""
         plan = install.plan if install.pulls else msgspec.structs.replace(install.plan, copies=[])
         with self._lock, self._on_device(), torch.no_grad():
-            made = InstalledPlan(
-                install.plan_id, plan, install.segments, install.shards, live=self._live, mapped=self._mapped
-            )
+            made: InstalledPlan | ExchangedPlan
+            if install.exchange is not None:
+                made = ExchangedPlan(install, live=self._live, membership=self._membership)
+            else:
+                made = InstalledPlan(
+                    install.plan_id, plan, install.segments, install.shards, live=self._live, mapped=self._mapped
+                )
             if self._plan is None:  # a plan that leaves parameters unwritten was allowed to: they are constants too
                 self._live.keep(self._unfed, known=self._known)
             self._plan = made
@@ -112,6 +117,15 @@ class ReceiverSession:
             self._live.poison()
             self._synchronise()
 
+    def join(self, request: Join) -> None:
+        """Become a member of a process group, in place of any before; returns when its senders have been heard."""
+        with self._on_device():
+            self._membership.join(request)
+
+    def leave(self) -> None:
+        """Give the process group up."""
+        self._membership.leave()
+
     def status(self) -> wire.Status:
         """Who this is, and whether it must be attached again."""
         return wire.Status(
@@ -141,7 +155,7 @@ class ReceiverSession:
                 if command.full:
                     with torch.inference_mode():
                         self._live.restore()
-                seconds, num_bytes = plan.run(), plan.num_bytes
+                seconds, num_bytes = plan.run(command.timeout_s), plan.num_bytes
                 self._finalise()
         except _Refusal as e:
             kind, error = e.kind, str(e)
@@ -161,9 +175,11 @@ class ReceiverSession:
             )
         )
 
-    def _checked(self, command: wire.Pull) -> InstalledPlan:
+    def _checked(self, command: wire.Pull) -> InstalledPlan | ExchangedPlan:
         if self._plan is None or self._plan.plan_id != command.plan_id:
             raise _Refusal("unknown_plan", f"plan {command.plan_id} is not installed here")
+        if isinstance(self._plan, ExchangedPlan):
+            self._membership.group()
         moved = self._live.moved()
         if moved:
             self._void()
@@ -200,6 +216,7 @@ class ReceiverSession:
 
     def _retire(self) -> None:
         """End the session; the server says so for a while to whoever still asks."""
+        self._membership.leave()  # before the lock: a pull may wait in the group
         with self._lock:
             self._void()
             self._plan = None
@@ -214,29 +231,3 @@ class ReceiverSession:
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _layout(
-    live: LiveWeights, traced: Trace, constants: list[str], *, rank: int, device: torch.device
-) -> Layout:
-    kinds = {name: "derived" for name in traced.derived}
-    params = []
-    for slot in live.slots:
-        tensor = slot.tensor()
-        kind = kinds.get(slot.name, "parameter" if slot.kind == "parameter" else "buffer")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        params.append(Param(slot.name, tuple(tensor.shape), dtype, tensor.numel(), kind))
-    return Layout(
-        rank=rank,
-        boot_id=wire.BOOT_ID,
-        device=uuid_of(device) if device.type == "cuda" else "",
-        host=socket.gethostname(),
-        params=params,
-        needs=traced.needs,
-        fills=traced.fills,
-        constants=constants,
-        derived=traced.derived,
-        opaque=traced.opaque,
-        ignored=traced.ignored,
-        versions=library_versions(),
-    )

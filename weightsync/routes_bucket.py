@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,7 @@ from weightsync.routes import Outcome, install_plan
 from weightsync.sources import map_sources
 from weightsync.spec import Copy, Export, Layout, Need, Param, Rule, TensorSpec, View
 from weightsync.transports import Memory, Puller, bucket
+from weightsync.transports.bucket_cuda import CudaArena, share_by_handle
 from weightsync.views import box_of, source_view
 
 
@@ -40,7 +42,8 @@ class BucketRoute:
         self._unselected: list[str] = []
         self._buckets: list[bucket.Bucket] = []
         self._pullers: list[Puller] = []
-        self._arenas: list[bucket.Arena] = []
+        self._arenas: list[bucket.Arena | CudaArena | Memory] = []
+        self._gpu = ""
         self._mapped: list[Memory] = []
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
@@ -48,9 +51,10 @@ class BucketRoute:
         self.close()
         install_plan(self._fanout, links, plan, exports, deadline, pulls=False)
         tensors = self._tensors(exports)
-        self._buckets = bucket.plan_buckets(tensors, self._config.bucket_bytes)
+        self._buckets = self._pack(tensors)
         largest = max((b.nbytes for b in self._buckets), default=0)
-        self._arenas = [bucket.Arena(largest) for _ in self._buckets[:2]]
+        self._gpu = next((layout.device for link in links for layout in link.layouts), "") or _gpu_of(exports)
+        self._arenas = [self._new_arena(largest, exports) for _ in self._buckets[:2]]
         segments = self._map(exports)
         for number, copies in enumerate(self._copies(tensors, exports)):
             targets = bucket.views(self._arena(number), self._buckets[number])
@@ -82,6 +86,12 @@ class BucketRoute:
         self._mapped, self._arenas = [], []
 
     # ------------------------------------------------------------------------------------------------- planning
+
+    def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
+        return bucket.plan_buckets(tensors, self._config.bucket_bytes)
+
+    def _new_arena(self, nbytes: int, exports: dict[int, Export]) -> bucket.Arena | CudaArena | Memory:
+        return CudaArena(nbytes, self._gpu) if self._gpu else bucket.Arena(nbytes)
 
     def _tensors(self, exports: dict[int, Export]) -> list[TensorSpec]:
         shards = {rank: export.shards for rank, export in exports.items()}
@@ -116,7 +126,7 @@ class BucketRoute:
 
     # -------------------------------------------------------------------------------------------------- sending
 
-    def _arena(self, number: int):
+    def _arena(self, number: int) -> Any:
         return self._arenas[number % 2].tensor
 
     def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], None]:
@@ -124,7 +134,7 @@ class BucketRoute:
 
         def send() -> None:
             link.progress.applied = True  # before the call: one that times out may still be loaded
-            share = bucket.share_by_file
+            share = share_by_handle if self._gpu else bucket.share_by_file
             payloads = bucket.payloads(self._arena(number), one, tp_size=link.tp_size, share=share)
             link.client.update(payloads, bucket.LOAD_FORMAT, deadline, what=what)
             link.progress.num_bytes += one.nbytes
@@ -138,6 +148,11 @@ class BucketRoute:
             if error is not None and not isinstance(error, WeightSyncError):
                 raise error
             outcomes[link.url] = error
+
+
+def _gpu_of(exports: dict[int, Export]) -> str:
+    """The UUID of the GPU that holds the first rank's memory; "" for host memory."""
+    return next((segment.device for export in exports.values() for segment in export.segments), "")
 
 
 def _layout_of(tensors: list[TensorSpec]) -> Layout:

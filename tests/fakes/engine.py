@@ -10,11 +10,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from tests.fakes.groups import Groups
 from tests.fakes.payloads import Killed, load_into, open_payload
 from tests.fakes.serving import Call, Fault, Handler, How, Server
 
 RECEIVER = "weightsync.receiver.load"
 UPDATE = "/update_weights_from_tensor"
+DISTRIBUTED = "/update_weights_from_distributed"
 
 
 class FakeEngine:
@@ -44,6 +46,7 @@ class FakeEngine:
         self.info = info or {}
         self.weight_version, self.paused, self.session_open, self.waiting = "default", False, False, 0
         self.calls: list[Call] = []
+        self.groups = Groups(self.models)
         self._faults: list[Fault] = []
         self._loop = threading.Lock()  # like the scheduler's event loop: one update at a time
         self._closing, self._closed = threading.Event(), threading.Lock()
@@ -115,6 +118,9 @@ class FakeEngine:
             "/flush_cache": self._flush,
             "/update_weight_version": self._stamp,
             UPDATE: self._update,
+            "/init_weights_update_group": self.groups.init,
+            "/destroy_weights_update_group": self.groups.destroy,
+            DISTRIBUTED: self._update_distributed,
         }
         if self.sessions:
             handlers |= {"/begin_weight_update": self._begin, "/end_weight_update": self._end}
@@ -194,3 +200,10 @@ class FakeEngine:
         if isinstance(body.get("weight_version"), str):
             self.weight_version = body["weight_version"]
         return 200, {"success": True, "message": "Success"}
+
+    def _update_distributed(self, body: Any) -> tuple[int, Any]:
+        if self.sessions and not self.session_open:
+            return 400, {"success": False, "message": "must run between begin_weight_update() and end_weight_update()"}
+        if not self.groups.knows(body["group_name"]):
+            raise Killed(f"group {body['group_name']} is not known")
+        return self.groups.update(body)

@@ -17,7 +17,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     ``generation``: ``plain`` takes weight updates at any time, ``session`` only between begin and end. ``tp_size``
     counts data-parallel-attention and expert-parallel ranks: it is how many payloads an update carries. ``device`` is
-    the engine's word for it (``cpu``, ``cuda``). ``has_receiver``: our receiver was named as custom weight loader.
+    the engine's word for it (``cpu``, ``cuda``). ``has_receiver``: our receiver was named as custom weight loader. ``nccl``:
+    the version that it is installed with ("": not known), ``nccl_variables`` what members of a group must agree on.
     """
 
     url: str
@@ -31,6 +32,27 @@ class EngineInfo(msgspec.Struct, frozen=True):
     has_receiver: bool
     nnodes: int = 1
     memory_saver: bool = False
+    nccl: str = ""
+    nccl_variables: dict[str, str] = {}
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """A process group that an engine is asked to join: its TP ranks become ``rank_offset`` and following."""
+
+    group_name: str
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """What a broadcast carries, in order: ``dtypes`` by torch's names; one flattened bucket."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
 
 
 class Engine(Protocol):
@@ -60,6 +82,20 @@ class Engine(Protocol):
 
     def update(self, payloads: list[str], load_format: str | None, deadline: Deadline, *, what: str = "") -> None:
         """Hand over one payload a TP rank; returns when every rank has loaded its own. ``what`` names it in errors."""
+        ...
+
+    def init_weights_update_group(self, group: GroupSpec, deadline: Deadline) -> None:
+        """Have every TP rank join a group; returns when all members have come, and the engine does nothing else till then."""
+        ...
+
+    def update_weights_from_distributed(
+        self, tensors: Tensors, group_name: str, deadline: Deadline, *, what: str = ""
+    ) -> None:
+        """Receive one flattened bucket by broadcast and load it. ``what`` names it in errors."""
+        ...
+
+    def destroy_weights_update_group(self, group_name: str, deadline: Deadline) -> None:
+        """Leave a group. EngineRejected if there is none of that name."""
         ...
 
     def end(self, deadline: Deadline) -> None:

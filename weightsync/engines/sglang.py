@@ -15,8 +15,9 @@ import msgspec
 
 from weightsync.config import Config
 from weightsync.deadline import Deadline
-from weightsync.engines import RECEIVER_LOADER, EngineInfo, PauseMode
+from weightsync.engines import RECEIVER_LOADER, EngineInfo, GroupSpec, PauseMode, Tensors
 from weightsync.engines.refusals import SESSION_SINCE, Asked, refusals
+from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, WeightSyncError
 
 TEXT_LIMIT = 600
@@ -65,6 +66,8 @@ class SglangEngine:
             has_receiver=RECEIVER_LOADER in (server.get("custom_weight_loader") or []),
             nnodes=int(server.get("nnodes") or 1),
             memory_saver=bool(server.get("enable_memory_saver")),
+            nccl=nccl_of(version),
+            nccl_variables=nccl_variables(server),
         )
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
@@ -107,8 +110,32 @@ class SglangEngine:
             "abort_all_requests": False,
         }
         body |= {"selector": "target"} if self._sessions() else {"disable_draft_model": True}
+        self._update("/update_weights_from_tensor", body, deadline, what)
+
+    def init_weights_update_group(self, group: GroupSpec, deadline: Deadline) -> None:
+        """``/init_weights_update_group``. The port must be bound already, and the call made from a thread."""
+        self._json("POST", "/init_weights_update_group", "move", deadline, msgspec.to_builtins(group))
+
+    def update_weights_from_distributed(
+        self, tensors: Tensors, group_name: str, deadline: Deadline, *, what: str = ""
+    ) -> None:
+        """``/update_weights_from_distributed``, a flattened bucket. Never flushes, never stamps a version."""
+        body = msgspec.to_builtins(tensors) | {
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        body |= {"selector": "target"} if self._sessions() else {}
+        self._update("/update_weights_from_distributed", body, deadline, what)
+
+    def destroy_weights_update_group(self, group_name: str, deadline: Deadline) -> None:
+        """``/destroy_weights_update_group``."""
+        self._json("POST", "/destroy_weights_update_group", "move", deadline, {"group_name": group_name})
+
+    def _update(self, path: str, body: dict[str, Any], deadline: Deadline, what: str) -> None:
         try:
-            self._json("POST", "/update_weights_from_tensor", "move", deadline, body)
+            self._json("POST", path, "move", deadline, body)
         except WeightSyncError as e:
             e.message = f"{what}: {e.message}" if what else e.message
             raise

@@ -69,6 +69,26 @@ def plan_buckets(tensors: Iterable[TensorSpec], limit_bytes: int) -> list[Bucket
     return [*buckets, _sealed(packing)] if packing else buckets
 
 
+def without_gaps(tensors: Iterable[TensorSpec], limit_bytes: int) -> list[Bucket]:
+    """As ``plan_buckets``, for a reader that is told shapes and no offsets: every entry begins where the last ended.
+
+    Tensors with wide elements come first, so that narrow ones cannot push them off their alignment.
+    """
+    ordered = sorted(tensors, key=lambda t: -dtype_of(t.dtype).itemsize)
+    return [part for whole in plan_buckets(ordered, limit_bytes) for part in _cut_at_gaps(whole)]
+
+
+def _cut_at_gaps(bucket: Bucket) -> list[Bucket]:
+    runs: list[list[Entry]] = []
+    end = 0
+    for entry in bucket.entries:
+        if not runs or entry.start != end:
+            runs.append([])
+        runs[-1].append(entry)
+        end = entry.end
+    return [_sealed(_place([e.tensor for e in run], 0)) for run in runs]
+
+
 def _units(tensors: list[TensorSpec]) -> Iterable[list[TensorSpec]]:
     """Runs of tensors that must share a bucket: one each, or a whole attention module where SGLang fuses in a call."""
     fused = {t.name.split(_MLA_MARK)[0] for t in tensors if _MLA_MARK in t.name}

@@ -1,0 +1,286 @@
+"""Route ``nccl`` over gloo: real sender processes and groups, engines that are fakes but really join, receive and load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.fakes.engine import DISTRIBUTED, FakeEngine
+from tests.fakes.model import FakeModel
+from tests.test_session import SHAPES, World, assert_serves, engine, served
+from weightsync import groups, routes_nccl
+from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError, WeightSyncError
+from weightsync.transports.sender import Nursery
+
+class Shared:
+    """A nursery that its route does not end."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self.start, self.pid = nursery.start, nursery._process.pid
+
+    def close(self) -> None:
+        pass
+
+
+INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """One for all tests of this file: importing torch takes it seconds."""
+    one = Nursery()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def world(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    made: list[World] = []
+    monkeypatch.setattr(routes_nccl, "Nursery", lambda: Shared(nursery))
+
+    def make(*engines: FakeEngine, **config) -> World:
+        settings = {"route": "nccl", "bucket_bytes": 256, "timeout_s": 60.0, "connect_timeout_s": 60.0, **config}
+        if not all(e.loaders for e in engines):
+            settings["verify"] = "none"
+        made.append(World(*engines, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def stock(tp_size: int = 1, version: str = "0.5.23") -> FakeEngine:
+    return engine(tp_size, receiver=False, version=version)
+
+
+def children(nursery: Nursery) -> set[int]:
+    """Process ids of its senders."""
+    with open(f"/proc/{nursery._process.pid}/task/{nursery._process.pid}/children") as file:
+        return {int(pid) for pid in file.read().split()}
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
+def test_stock_engines_of_different_tp_get_the_same_buckets(world, version):
+    one = world(stock(1, version), stock(2, version))
+    for step in (1, 2):
+        report = one.push(step)
+        assert report.route == "nccl" and not report.verified
+        for fake in one.engines:
+            assert_serves(fake, one.tensors, step)
+    assert [fake.paths().count(INIT) for fake in one.engines] == [1, 1], "the group is made once"
+    buckets = [c.body for c in one.engines[0].calls if c.path == DISTRIBUTED and c.body["names"] != groups.PROBE.names]
+    assert len(buckets) >= 6 and all(b["flush_cache"] is False and "weight_version" not in b for b in buckets)
+
+
+def test_receivers_get_only_their_slices_and_are_verified(world):
+    one = world(engine(1), engine(2), bucket_bytes=200)
+    for step in (1, 2):
+        report = one.push(step)
+        assert report.verified
+        for fake in one.engines:
+            assert_serves(fake, one.tensors, step)
+    total = sum(t.nbytes for t in one.tensors.values())
+    by_engine = [e.num_bytes for e in report.engines]
+    norm = one.tensors["norm.weight"].nbytes
+    assert by_engine == [total, total + norm], "TP 2 gets each slice once, and the norm in both ranks"
+    assert all(DISTRIBUTED not in fake.paths() for fake in one.engines)
+
+
+def test_stock_and_receiver_side_by_side(world):
+    one = world(stock(2), engine(2))
+    one.push(1)
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 1)
+
+
+def test_nothing_is_left_after_a_session(world, nursery):
+    before = {t.name for t in threading.enumerate()}
+    one = world(stock(), engine(2))
+    one.push(1)
+    assert len(children(nursery)) == 2
+    one.close()
+    assert children(nursery) == set()
+    assert one.engines[0].paths()[-1] == DESTROY
+    left = {t.name for t in threading.enumerate()} - before
+    assert not [name for name in left if "ask" in name], left
+
+
+def test_a_group_of_a_dead_run_is_taken_down_first(world, nursery):
+    one = world(stock())
+    one.push(1)
+    for pid in children(nursery):
+        os.kill(pid, signal.SIGKILL)
+    fake = one.engines[0]
+    assert fake.groups.knows("weightsync-0")
+    again = World(fake, route="nccl", verify="none", bucket_bytes=256, timeout_s=60.0, connect_timeout_s=60.0)
+    try:
+        again.push(2)
+        assert_serves(fake, again.tensors, 2)
+        assert fake.groups.knows("weightsync-0")
+    finally:
+        again.close()
+
+
+def test_a_name_that_the_engine_cannot_free_is_passed_over(world):
+    one = world(stock())
+    one.engines[0].groups._names.add("weightsync-0")
+    one.push(1)
+    assert_serves(one.engines[0], one.tensors, 1)
+    assert one.engines[0].groups.knows("weightsync-1")
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+def test_an_engine_that_refuses_its_group_is_untouched_and_serves_on(world):
+    one = world(stock(), stock(2))
+    one.push(1)
+    one.session._routes["nccl"]._whole._groups[one.engines[1].url].give_up()
+    one.engines[1].misbehave(INIT, "400")
+    with pytest.raises(EngineRejected, match=r"joining group weightsync-0 at 127\.0\.0\.1:\d+: .*told to refuse") as caught:
+        one.push(2)
+    assert caught.value.engine == one.engines[1].url
+    states = {e["url"]: e["state"] for e in caught.value.report}
+    assert states[one.engines[1].url] == "serving" and not one.engines[1].paused
+    one.push(3)
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 3)
+
+
+@pytest.mark.parametrize("how", ["die", "drop"])
+def test_a_dead_engine_wedges_no_other(world, how):
+    one = world(stock(), stock(2), stock(), on_engine_failure="exclude")
+    one.push(1)
+    one.engines[1].misbehave(DISTRIBUTED, how, at=3)
+    started = time.monotonic()
+    report = one.push(2)
+    assert time.monotonic() - started < 15
+    assert [e.state for e in report.engines] == ["serving", "fenced", "serving"]
+    assert "bucket 3 of" in report.engines[1].error or "bucket" in report.engines[1].error
+    for fake in (one.engines[0], one.engines[2]):
+        assert_serves(fake, one.tensors, 2)
+
+
+def test_a_stalled_engine_is_given_up_in_time_fenced_and_healed_by_the_next_push(world, monkeypatch):
+    monkeypatch.setattr(routes_nccl, "MIN_STALL_S", 1.0)
+    one = world(stock(), stock(), on_engine_failure="exclude", timeout_s=20.0)
+    one.push(1)
+    one.engines[1].misbehave(DISTRIBUTED, "slow", at=3, seconds=8.0)
+    started = time.monotonic()
+    report = one.push(2)
+    assert time.monotonic() - started < 12, "a quarter of the push's time for a step, not all of it"
+    assert [e.state for e in report.engines] == ["serving", "fenced"]
+    assert_serves(one.engines[0], one.tensors, 2)
+    assert one.engines[1].paused
+    time.sleep(4)
+    one.push(3)
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 3)
+
+
+@pytest.mark.parametrize("kind", [stock, engine])
+def test_a_killed_sender_fails_the_push_and_the_next_one_makes_a_new_group(world, kind, nursery):
+    one = world(kind(2))
+    one.push(1)
+    for pid in children(nursery):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(TransferError, match="sender process"):
+        one.session.push(_next(one, 2))
+    report = one.push(3)
+    assert report.engines[0].state == "serving"
+    assert_serves(one.engines[0], one.tensors, 3)
+
+
+def test_a_receiver_whose_senders_stall_ends_by_the_deadline_and_is_healed(world, nursery):
+    one = world(engine(2), timeout_s=8.0)
+    one.push(1)
+    (pid,) = children(nursery)
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises((TransferError, EngineLost)):
+        one.push(2)
+    assert time.monotonic() - started < 12
+    time.sleep(1)
+    report = one.push(3, timeout_s=60.0)
+    assert report.verified and children(nursery) and pid not in children(nursery)
+    assert_serves(one.engines[0], one.tensors, 3)
+
+
+def test_engine_2s_pause_fails_and_everybody_serves_the_old_weights(world):
+    one = world(stock(), stock(), stock())
+    one.push(1)
+    before = [{n: t.clone() for n, t in served(fake).items()} for fake in one.engines]
+    one.engines[1].misbehave("/pause_generation", "500")
+    with pytest.raises(EngineRejected) as caught:
+        one.push(2)
+    assert [e["state"] for e in caught.value.report] == ["serving"] * 3
+    for fake, held in zip(one.engines, before, strict=True):
+        assert fake.weight_version == "1" and not fake.paused
+        assert all(torch.equal(held[n], t) for n, t in served(fake).items())
+
+
+def test_a_move_that_fails_on_engine_2_of_3_fences_those_that_were_written(world):
+    one = world(stock(), stock(), stock())
+    one.push(1)
+    one.engines[1].misbehave(DISTRIBUTED, "400", at=2)
+    with pytest.raises(EngineRejected, match=r"bucket 2 of \d+: .*told to refuse") as caught:
+        one.push(2)
+    assert caught.value.engine == one.engines[1].url and caught.value.phase == "move"
+    assert [e["state"] for e in caught.value.report] == ["fenced"] * 3
+    assert all(fake.paused and fake.weight_version == "1" for fake in one.engines)
+    one.push(3)
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 3)
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def test_another_nccl_is_refused_by_name_before_anything_is_opened(world, monkeypatch, nursery):
+    monkeypatch.setattr(routes_nccl, "nccl_version", lambda: "2.30.7")
+    fake = FakeEngine(version="0.5.12", models=[FakeModel()], info={"device": "cuda"})
+    one = world(fake)
+    with pytest.raises(ConfigError, match=r"engine has NCCL 2\.28\.9 and the actor's environment NCCL 2\.30\.7"):
+        one.push(1)
+    assert INIT not in fake.paths() and children(nursery) == set()
+
+
+def test_meeting_hosts():
+    assert groups.meeting_host("127.0.0.1", "http://127.0.0.1:30000") == "127.0.0.1"
+    assert groups.meeting_host("localhost", "http://localhost:30000") == "127.0.0.1"
+    assert groups.meeting_host("0.0.0.0", "http://127.0.0.1:30000") == "127.0.0.1"
+    assert groups.meeting_host("127.0.0.2", "http://127.0.0.1:30000") == "127.0.0.2"
+    other = groups.meeting_host("127.0.0.1", "http://192.0.2.7:30000")
+    assert other not in ("127.0.0.1", "0.0.0.0", "", "::")
+
+
+def test_two_runs_on_one_host_at_once(world):
+    runs = [world(stock(2)), world(engine(2))]
+    threads = [threading.Thread(target=run.push, args=(1,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for run in runs:
+        assert_serves(run.engines[0], run.tensors, 1)
+
+
+def _next(one: World, step: int):
+    from weightsync.spec import PushRequest
+
+    one.train(step)
+    return PushRequest(step=step)
+
+
+def test_shapes_of_the_fake_are_all_pushed():
+    assert set(SHAPES) == set(served(engine(1, receiver=False)))
+    assert issubclass(EngineLost, WeightSyncError)

@@ -1,0 +1,94 @@
+"""A plan whose slices arrive over a process group instead of mapped memory, and the membership in it. In the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from weightsync import receiver as wire
+from weightsync.deadline import Deadline
+from weightsync.errors import TransferError
+from weightsync.live import LiveWeights
+from weightsync.pulling import target_view
+from weightsync.spec import Segment
+from weightsync.transports import nccl
+from weightsync.transports.exchange import Incoming, streams
+from weightsync.transports.rendezvous import Group
+
+
+class Membership:
+    """The one group that an engine rank is in. ``join`` and ``leave`` may be called while a pull waits in the group."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+        self._group: Group | None = None
+
+    def join(self, request: nccl.Join) -> None:
+        """Leave any other group, join this one and hear from its senders. Raises TransferError, TransferTimeout."""
+        self.leave()
+        deadline = Deadline(request.timeout_s, "joining")
+        group = nccl.join(request, self.device, in_engine=True)
+        try:
+            byte = torch.zeros(request.greeted_by, nccl.PROBE_BYTES, dtype=torch.uint8, device=self.device)
+            group.finish(group.start([], list(enumerate(byte.unbind()))), deadline)
+        except BaseException:
+            group.abort()
+            raise
+        with self._lock:
+            self._group = group
+
+    def leave(self) -> None:
+        """Give the group up, if there is one; whoever waits in it is released."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def group(self) -> Group:
+        """The group; raises TransferError if this rank is in none."""
+        if self._group is None:
+            raise TransferError("this rank is in no process group")
+        return self._group
+
+
+class ExchangedPlan:
+    """The copies and fills that one engine rank makes at every push, and the needs by which it is verified.
+
+    Raises PlanError if a copy would have to cast.
+    """
+
+    segments: list[Segment] = []  # noqa: RUF012 - nothing is mapped
+
+    def __init__(self, install: wire.Install, *, live: LiveWeights, membership: Membership) -> None:
+        assert install.exchange is not None
+        self.plan_id = install.plan_id
+        self.needs = install.plan.needs
+        self._live = live
+        self._fills = install.plan.fills
+        self._membership = membership
+        shards, copies = install.shards, install.plan.copies
+
+        def target(copy):
+            dtype = getattr(torch, shards[copy.rank][copy.source.storage].dtype)
+            return target_view(live, copy, dtype)
+
+        self.num_bytes = sum(target(copy).nbytes for copy in copies)
+        chunks = streams(copies, shards, install.exchange.senders, install.exchange.chunk_bytes)
+        self._incoming = Incoming(chunks, shards, target, membership.device)
+
+    def run(self, timeout_s: float) -> float:
+        """Receive, unpack and fill; the seconds that receiving took. A group that fails is left."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            try:
+                self._incoming.run(self._membership.group(), Deadline(timeout_s, "receiving"))
+            except TransferError:
+                self._membership.leave()
+                raise
+            seconds = time.perf_counter() - started
+            for fill in self._fills:
+                self._live.view(fill.view, fill.size).fill_(fill.value)
+        return seconds

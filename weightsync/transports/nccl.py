@@ -1,0 +1,194 @@
+"""Sending over a process group that engines take part in, and who sits in which NCCL world.
+
+NCCL refuses members of different versions, and a member that hangs hangs its whole process. So the training worker, the
+actor and the engine never share a communicator: a *sender* does it, a process of the actor's environment with the
+engine's NCCL version and settings, which can be killed at any moment without anybody else noticing (``sender`` beside).
+
+    trainer's world        no group        one group an engine: the engine's NCCL
+    ┌───────────────┐    ┌──────────┐    ┌─────────────────────────────────────────┐
+    │ FSDP, TP, ... │    │  actor   │    │ sender(s) ─────────> engine TP 0, 1, ... │
+    │ rank 0 .. n   │    │ the plan │    │ rank 0..s-1          rank s..s+tp-1      │
+    └───────┬───────┘    └────┬─────┘    └───┬─────────────────────────────────────┘
+            └ mapped memory: CUDA IPC or shm ┘    (no communicator crosses a border)
+
+A stock engine gets whole tensors: one sender broadcasts flattened buckets. An engine with our receiver gets slices: one
+sender for each GPU of the trainer, so that every GPU sends. Groups are one an engine, so a dead one wedges no other.
+
+This file is the wire between actor and sender, and the sender's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigError, TransferError
+from weightsync.pulling import MappedSegments
+from weightsync.spec import Copy, Segment, Shard, Struct
+from weightsync.transports.exchange import Outgoing, streams
+from weightsync.transports.rendezvous import Group, connect, listen
+from weightsync.versions import library_versions
+from weightsync.views import source_view
+
+PROBE_BYTES = 1
+
+
+class Listen(Struct):
+    """Serve the rendezvous at ``host``; the answer is the port."""
+
+    host: str
+    timeout_s: float
+
+
+class Join(Struct):
+    """Become ``rank`` of group ``name``; met at ``host`` and ``port``, which may be the process's own rendezvous.
+
+    ``greeted_by``: an engine rank waits for a first byte from that many senders, the first ranks of the group.
+    """
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    timeout_s: float
+    greeted_by: int = 0
+
+
+class Broadcast(Struct):
+    """Give the first ``nbytes`` of ``segment`` to all members."""
+
+    segment: Segment
+    nbytes: int
+    timeout_s: float
+
+
+class Load(Struct):
+    """What to send at every push: ``copies`` by the group rank that gets them, with the memory that they read."""
+
+    segments: dict[int, list[Segment]]
+    shards: dict[int, list[Shard]]
+    copies: dict[int, list[Copy]]
+    chunk_bytes: int
+
+
+class Greet(Struct):
+    """Exchange one byte with each of ``peers``: the first thing that a group does, since only this connects it."""
+
+    peers: list[int]
+    timeout_s: float
+
+
+class Send(Struct):
+    """Send what was loaded, once."""
+
+    timeout_s: float
+
+
+class Sender:
+    """The sender's end: the public methods are what the actor calls. ``device``: where its memory is, CPU or a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._store: Any = None
+        self._group: Group | None = None
+        self._mapped = MappedSegments()
+        self._outgoing: Outgoing | None = None
+
+    def versions(self) -> dict[str, str]:
+        """Of the libraries here; ``host`` is this machine's name."""
+        return library_versions() | {"nccl": nccl_version(), "host": socket.gethostname()}
+
+    def listen(self, request: Listen) -> int:
+        """Bind a port for the rendezvous, before anybody is told of it."""
+        self._store, port = listen(request.host, request.timeout_s)
+        return port
+
+    def join(self, request: Join) -> None:
+        """Join a group; returns when every member has come."""
+        with self._on_device():
+            self._group = join(request, self._device, self._store)
+
+    def greet(self, request: Greet) -> None:
+        """Send one byte to each peer."""
+        group, byte = self._joined(), torch.ones(PROBE_BYTES, dtype=torch.uint8, device=self._device)
+        with self._on_device():
+            group.finish(group.start([(p, byte) for p in request.peers], []), Deadline(request.timeout_s, "greeting"))
+
+    def broadcast(self, request: Broadcast) -> None:
+        """Done when every member has it, or has it in its buffers."""
+        with self._on_device():
+            (memory,) = self._mapped.open([request.segment])
+            self._joined().broadcast(memory.tensor[: request.nbytes], Deadline(request.timeout_s, "broadcast"))
+
+    def keep(self, segments: list[Segment]) -> None:
+        """Unmap all other arenas."""
+        self._mapped.close_all_but(segments)
+
+    def load(self, request: Load) -> None:
+        """Map the trainer's memory and make the arenas for sending from it."""
+        with self._on_device():
+            wanted = [s for segments in request.segments.values() for s in segments]
+            memories = {rank: self._mapped.open(segments) for rank, segments in request.segments.items()}
+            shards = request.shards
+
+            def chunks_for(copies: list[Copy]) -> list:
+                return streams(copies, shards, dict.fromkeys(shards, 0), request.chunk_bytes)[0]
+
+            self._outgoing = Outgoing(
+                {peer: chunks_for(copies) for peer, copies in request.copies.items()},
+                shards,
+                lambda copy: source_view(memories, shards[copy.rank], copy),
+                self._device,
+            )
+            self._mapped.close_all_but(wanted)
+
+    def send(self, request: Send) -> int:
+        """Send once; the number of bytes."""
+        assert self._outgoing is not None, "load first"
+        with self._on_device():
+            return self._outgoing.run(self._joined(), Deadline(request.timeout_s, "sending"))
+
+    def _joined(self) -> Group:
+        if self._group is None:
+            raise TransferError("this sender is in no group")
+        return self._group
+
+    def _on_device(self) -> contextlib.AbstractContextManager:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+
+def join(request: Join, device: torch.device, store: Any = None, *, in_engine: bool = False) -> Group:
+    """Join a group as its request says. ``store``: the rendezvous if this process serves it."""
+    return Group(
+        store if store is not None else connect(request.host, request.port, request.timeout_s),
+        name=request.name,
+        rank=request.rank,
+        world_size=request.world_size,
+        backend=request.backend,
+        device=device,
+        timeout_s=request.timeout_s,
+        in_engine=in_engine,
+    )
+
+
+def nccl_version() -> str:
+    """The NCCL that torch uses here, like ``2.30.7``; "" if this torch has none."""
+    if not torch.version.cuda:
+        return ""
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def check_same_nccl(engine: str, ours: str, *, url: str) -> None:
+    """Raise ConfigError naming both versions if they differ: such members cannot be in one communicator."""
+    if engine and ours and engine != ours:
+        raise ConfigError(
+            f"route nccl: this engine has NCCL {engine} and the actor's environment NCCL {ours}; members of one group "
+            "must have the same. Use the actor's environment that fits the engine (its torch), or another route",
+            engine=url,
+        )

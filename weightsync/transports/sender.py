@@ -1,0 +1,164 @@
+"""Sender processes: started in milliseconds, ended at any moment. Both ends of how they are started.
+
+Importing torch takes seconds, and a push that must replace a sender has none to spare. So one *nursery* imports what
+senders need, touches no GPU, and forks one whenever it is asked to. Whoever dies takes those below with it: the actor
+the nursery, the nursery the senders.
+
+    request   {"device": GPU's UUID or "", "variables": {...}}        one line of JSON on the nursery's standard input
+    reply     {"pid": ..., "address": tcp://HOST:PORT#TOKEN}          one line on its standard output, from the sender
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from weightsync.deadline import Deadline
+from weightsync.errors import TransferError, WeightSyncError
+from weightsync.rpc import Client, Server
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Nursery:
+    """The actor's end. Made at once; what it imports is ready some seconds later."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "weightsync.transports.sender"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def start(self, device: str, variables: Mapping[str, str], deadline: Deadline) -> SenderProcess:
+        """A new sender on a GPU ("": in host memory). ``variables`` are those that its environment does not set yet.
+
+        Raises TransferError if the nursery or the sender ended, TransferTimeout if it is not up in time.
+        """
+        request = json.dumps({"device": device, "variables": dict(variables)}).encode() + b"\n"
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with self._lock:
+            try:
+                stdin.write(request)
+                stdin.flush()
+                ready, _, _ = select.select([stdout], [], [], deadline.remaining_s())
+                line = stdout.readline() if ready else b""
+            except (OSError, ValueError) as e:
+                raise TransferError(f"the process that starts senders is gone: {e}") from e
+            if not ready:
+                self.close()  # a late answer would be taken for that of the next request
+                raise deadline.error("starting a sender process")
+        reply = json.loads(line) if line else {"error": f"it ended with status {self._process.poll()}"}
+        if "error" in reply:
+            raise TransferError(f"no sender could be started: {reply['error']}")
+        return SenderProcess(reply["pid"], reply["address"])
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End it, and every sender with it. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+
+
+class SenderProcess:
+    """One sender, at the actor's end. Calls raise TransferError at once if it dies or ``kill`` is called meanwhile."""
+
+    def __init__(self, pid: int, address: str) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+        self._lock = threading.Lock()
+        self._client = Client(address, what=f"sender process {pid}")
+
+    @property
+    def alive(self) -> bool:
+        with self._lock:
+            return self._handle >= 0 and not select.select([self._handle], [], [], 0)[0]
+
+    def call(self, method: str, argument: Any = None, *, deadline: Deadline, returns: Any = None) -> Any:
+        """Call a method of ``nccl.Sender``."""
+        return self._client.call(method, argument, deadline=deadline, returns=returns)
+
+    def kill(self) -> None:
+        """End it at once, whatever it is doing. Idempotent."""
+        with self._lock:
+            if self._handle >= 0:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+                select.select([self._handle], [], [], 5.0)
+                os.close(self._handle)
+                self._handle = -1
+        self._client.close()
+
+
+# ---------------------------------------------------------------------------------------------------- the nursery
+
+
+def main() -> None:
+    """Read requests until standard input ends."""
+    from weightsync.transports import nccl  # noqa: F401 - before the first request comes
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for senders
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        if os.fork() == 0:
+            _become_sender(request["device"], request["variables"])
+
+
+def _become_sender(device: str, variables: dict[str, str]) -> None:
+    status = 1
+    try:
+        _die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update({k: v for k, v in variables.items() if k not in os.environ})
+        server = _serve(device)
+        _reply({"pid": os.getpid(), "address": server.address})
+        threading.Event().wait()
+    except WeightSyncError as e:
+        _reply({"error": e.message})
+    except BaseException as e:
+        _reply({"error": f"{type(e).__name__}: {e}"})
+    finally:
+        os._exit(status)
+
+
+def _serve(device: str) -> Server:
+    import torch
+
+    from weightsync import devices
+    from weightsync.transports.nccl import Sender
+
+    return Server(Sender(devices.device_of(device) if device else torch.device("cpu")))
+
+
+def _reply(content: dict[str, Any]) -> None:
+    os.write(1, json.dumps(content).encode() + b"\n")
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
