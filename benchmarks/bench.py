@@ -20,6 +20,7 @@ from benchmarks.rows import STOCK, EngineRef, Row, Struct
 from benchmarks.trainers import Trainers
 from weightsync.config import Config, EngineConfig, EnvConfig
 from weightsync.engines.local import LocalEngine, free_port
+from weightsync.errors import WeightSyncError
 from weightsync.spec import SyncReport
 
 WARMUP = 2
@@ -91,7 +92,8 @@ class Bench:
         try:
             measure()
         except Exception as e:  # the benchmark's own boundary: one setting must not cost the others
-            traceback.print_exc()
+            if not isinstance(e, WeightSyncError):
+                traceback.print_exc()
             self.failures[name] = f"{type(e).__name__}: {e}"
         print(f"  {name}: {self.failures.get(name, 'done')[:300]} ({time.monotonic() - started:.1f} s)", flush=True)
         self.write()

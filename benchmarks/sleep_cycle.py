@@ -1,7 +1,7 @@
 """The colocated cycle: the trainer's parameters and the engine's weights and KV cache take turns on the GPU.
 
-    trainer onload -> engine wakes its weights -> push -> trainer offload -> engine wakes its KV cache -> (generation)
-    -> engine sleeps -> ...
+    engine sleeps -> trainer onload -> engine wakes its weights -> push -> trainer offload -> engine wakes its KV cache
+    -> (generation) -> ...
 
 The trainer's memory is another one at every push, so each maps it anew. An engine on a CPU cannot sleep (asked to, it
 ends), so there only the trainer's parts are tried.
@@ -14,12 +14,15 @@ import statistics
 import time
 import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from benchmarks import rows
+from benchmarks.actor import Actor
 from benchmarks.bench import CALL_TIMEOUT_S, Bench, Setting
 from benchmarks.rank_wire import Memory
+from weightsync import devices
 from weightsync.spec import SyncReport
 
 PARTS = ("sleep", "onload", "wake weights", "push", "offload", "wake KV cache")
@@ -27,50 +30,62 @@ WARMUP = 1
 
 
 def measure(bench: Bench, setting: Setting) -> None:
-    """A row of the pushes inside the cycle; the other parts and the trainer's memory go to the details."""
+    """A row of the pushes inside the cycle; the other parts, and memory after each, go to the details."""
     actor = bench.open(setting)
-    parts: dict[str, list[float]] = {part: [] for part in PARTS}
+    cycle = _Cycle(bench, actor)
     reports: list[SyncReport] = []
     try:
         for step in itertools.islice(bench.steps, WARMUP + bench.plan.n):
-            reports.append(_cycle(bench, step, actor.push, parts))
+            reports.append(cycle.run(step))
     finally:
         actor.close()
-    kept = {part: seconds[WARMUP:] for part, seconds in parts.items()}
+        bench.trainers.each("onload", timeout_s=CALL_TIMEOUT_S)
+    kept = {part: seconds[WARMUP:] for part, seconds in cycle.seconds.items()}
     phases = rows.median_phases(r.seconds for r in reports[WARMUP:])
     name = f"{setting.name}, in the sleep cycle"
     bench.add(name, reports[-1].route, setting.verify, kept["push"], phases)
     memory = bench.trainers.each("memory", returns=Memory)
     bench.details[name] = {
         "median_s": {part: statistics.median(seconds) for part, seconds in kept.items()},
-        "notes": reports[-1].notes,
+        "gpu_bytes_after": cycle.used_bytes,
         "trainer_memory": [msgspec.to_builtins(m) for m in memory],
+        "notes": reports[-1].notes,
     }
 
 
-def _cycle(bench: Bench, step: int, push: Callable[[int], SyncReport], parts: dict[str, list[float]]) -> SyncReport:
-    def timed(part: str, run: Callable):
+class _Cycle:
+    """``seconds`` of each part, one a cycle, and the most bytes in use after it on the first GPU, by all processes."""
+
+    def __init__(self, bench: Bench, actor: Actor) -> None:
+        self._bench, self._actor = bench, actor
+        self._gpus = bench.subject.engine_gpus
+        self.seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+        self.used_bytes: dict[str, int] = {}
+
+    def run(self, step: int) -> SyncReport:
+        self._timed("sleep", lambda: self._engine("release", "kv_cache", "weights"))
+        self._timed("onload", lambda: self._trainers("onload"))
+        self._bench.trainers.each("change", step)
+        self._timed("wake weights", lambda: self._engine("resume", "weights"))
+        report = self._timed("push", lambda: self._actor.push(step))
+        self._timed("offload", lambda: self._trainers("offload"))
+        self._timed("wake KV cache", lambda: self._engine("resume", "kv_cache"))
+        return report
+
+    def _timed(self, part: str, run: Callable[[], Any]) -> Any:
         started = time.perf_counter()
         result = run()
-        parts[part].append(time.perf_counter() - started)
+        self.seconds[part].append(time.perf_counter() - started)
+        if self._gpus:
+            self.used_bytes[part] = max(self.used_bytes.get(part, 0), devices.used_bytes(self._gpus[0]))
         return result
 
-    def engine(verb: str, *tags: str) -> Callable[[], None]:
-        if not bench.subject.num_gpus:
-            return lambda: None
-        return lambda: _post(f"{bench.engine.url}/{verb}_memory_occupation", {"tags": list(tags)})
+    def _engine(self, verb: str, *tags: str) -> None:
+        if self._gpus:
+            _post(f"{self._bench.engine.url}/{verb}_memory_occupation", {"tags": list(tags)})
 
-    def trainer(verb: str) -> Callable[[], object]:
-        return lambda: bench.trainers.each(verb, timeout_s=CALL_TIMEOUT_S)
-
-    timed("sleep", engine("release", "kv_cache", "weights"))
-    timed("onload", trainer("onload"))
-    bench.trainers.each("change", step)
-    timed("wake weights", engine("resume", "weights"))
-    report = timed("push", lambda: push(step))
-    timed("offload", trainer("offload"))
-    timed("wake KV cache", engine("resume", "kv_cache"))
-    return report
+    def _trainers(self, verb: str) -> None:
+        self._bench.trainers.each(verb, timeout_s=CALL_TIMEOUT_S)
 
 
 def _post(url: str, body: dict) -> None:
