@@ -6,7 +6,7 @@ import socket
 
 import torch
 
-from weightsync.devices import uuid_of
+from weightsync.devices import uuid_of, visible_uuids
 from weightsync.live import LiveWeights
 from weightsync.receiver import BOOT_ID
 from weightsync.spec import Layout, Param
@@ -40,4 +40,5 @@ def layout_of(live: LiveWeights, traced: Trace, *, rank: int, device: torch.devi
         opaque=traced.opaque,
         ignored=traced.ignored,
         versions=library_versions(),
+        visible=visible_uuids() if device.type == "cuda" else [],
     )

@@ -177,7 +177,7 @@ class Layout(Struct):
 
     ``opaque`` maps a parameter's name to why the trace could not follow it; ``ignored`` lists tensors offered that the
     loader did nothing with; ``constants`` names params that no push writes (rotary caches), ``derived`` those that
-    ``post_load_weights`` computes.
+    ``post_load_weights`` computes. ``device`` is the rank's GPU and ``visible`` all that its process sees, by UUID.
     """
 
     rank: int
@@ -192,6 +192,7 @@ class Layout(Struct):
     opaque: dict[str, str]
     ignored: list[str]
     versions: dict[str, str]
+    visible: list[str] = []
 
 
 # -------------------------------------------------------------------------------------------------------- plan

@@ -1,0 +1,108 @@
+"""Slices that an engine rank cannot open, because their GPU is masked from it, brought to a GPU that it sees.
+
+Production engines usually see only their own GPUs. The actor, which sees all, copies just the slices that the rank
+needs into an arena on the rank's own GPU; to the receiver that arena is one more training rank. Runs in the actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+import torch
+
+from weightsync import transports
+from weightsync.boxes import dense_strides, volume
+from weightsync.spec import Copy, Export, RankPlan, Segment, Shard, View
+from weightsync.transports import Memory, Puller
+from weightsync.views import source_view
+
+RELAY_RANK = -1
+_ALIGNMENT = 256
+
+
+class Relay:
+    """The relayed part of one engine rank's plan. ``plan`` is the rank's whole plan with the arena as a source.
+
+    ``segments`` and ``shards`` are what the receiver needs besides those of the training ranks. ``num_bytes`` are
+    copied by each ``run``. Raises TransferError if the actor cannot map a source or has no room for the arena.
+    """
+
+    def __init__(self, plan: RankPlan, exports: dict[int, Export], *, device: str, visible: Collection[str]) -> None:
+        relayed = [c for c in plan.copies if _is_masked(_segment_of(c, exports), visible)]
+        assert relayed, "nothing to relay"
+        self._mapped: dict[tuple[str, bytes], Memory] = {}
+        self._shards, self.num_bytes = _lay_out(relayed, exports)
+        transport = transports.get(_segment_of(relayed[0], exports).transport)
+        self._arena = transport.allocate(self.num_bytes, device)
+        self._puller = self._make_puller(relayed, exports)
+        self.plan = msgspec.structs.replace(plan, copies=_resourced(plan.copies, relayed))
+        self.segments = {RELAY_RANK: [self._arena.segment]}
+        self.shards = {RELAY_RANK: self._shards}
+
+    def run(self) -> float:
+        """Bring the present bytes of all relayed slices over; done on return. Seconds."""
+        return self._puller.run()
+
+    def close(self) -> None:
+        """Unmap and free. The receiver must have let go of the arena before."""
+        for memory in self._mapped.values():
+            memory.close()
+        self._mapped = {}
+        self._arena.close()
+
+    def _make_puller(self, relayed: list[Copy], exports: dict[int, Export]) -> Puller:
+        pairs = []
+        for copy, shard in zip(relayed, self._shards, strict=True):
+            memories = {copy.rank: [self._open(s) for s in exports[copy.rank].segments]}
+            source = source_view(memories, exports[copy.rank].shards, copy)
+            pairs.append((self._view(shard, source.dtype), source))
+        return transports.make_puller(pairs)
+
+    def _open(self, segment: Segment) -> Memory:
+        key = (segment.transport, segment.handle)
+        if key not in self._mapped:
+            self._mapped[key] = transports.get(segment.transport).open_segment(segment)
+        return self._mapped[key]
+
+    def _view(self, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = volume(shard.box) * dtype.itemsize
+        part = self._arena.tensor[shard.byte_offset : shard.byte_offset + nbytes]
+        return part.view(dtype).view(shard.box.size)
+
+
+def masked(plan: RankPlan, exports: dict[int, Export], visible: Collection[str]) -> list[Copy]:
+    """The copies of a rank's plan whose source lies on a GPU that the rank cannot see."""
+    return [c for c in plan.copies if _is_masked(_segment_of(c, exports), visible)]
+
+
+def _is_masked(segment: Segment, visible: Collection[str]) -> bool:
+    return bool(segment.device) and segment.device not in visible
+
+
+def _segment_of(copy: Copy, exports: dict[int, Export]) -> Segment:
+    export = exports[copy.rank]
+    return export.segments[export.shards[copy.source.storage].segment]
+
+
+def _lay_out(relayed: list[Copy], exports: dict[int, Export]) -> tuple[list[Shard], int]:
+    """One dense shard a copy, one after the other, and the bytes of all."""
+    shards, end = [], 0
+    for copy in relayed:
+        origin = exports[copy.rank].shards[copy.source.storage]
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        strides = dense_strides(copy.box.size)
+        shards.append(Shard(copy.tensor, origin.shape, origin.dtype, copy.box, strides, 0, start))
+        end = start + volume(copy.box) * getattr(torch, origin.dtype).itemsize
+    return shards, end
+
+
+def _resourced(copies: list[Copy], relayed: list[Copy]) -> list[Copy]:
+    """``copies`` with those relayed read from the arena, each from the shard of its own."""
+    number = {id(copy): i for i, copy in enumerate(relayed)}
+    return [
+        msgspec.structs.replace(c, rank=RELAY_RANK, source=View(number[id(c)], 0, dense_strides(c.box.size)))
+        if id(c) in number
+        else c
+        for c in copies
+    ]
