@@ -45,7 +45,7 @@ SCENARIO = Scenario(
 
 
 def run(*, out: Path = RESULTS, model: str = "", n: int = 10, threads: int = 1) -> int:
-    """Measure, print, write ``out``; 0 if everything was measured. ``threads``: torch threads of the training rank."""
+    """Measure and print; 0 and rows in ``out`` if all was measured. ``threads``: torch threads of the training rank."""
     console, started = Console(width=200), time.monotonic()
     for name in ("automodel", "sglang_cpu"):
         envs.ensure(name, progress=lambda line: console.print(line, style="dim", highlight=False))
@@ -69,8 +69,9 @@ def run(*, out: Path = RESULTS, model: str = "", n: int = 10, threads: int = 1) 
                 print(f"---- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-20:], sep="\n")
         found = rows.read(job.out) if Path(job.out).exists() else []
     if found:
-        rows.write(out, found)
         console.print(rows.table(found, title=f"pushes to SGLang on a CPU, {time.monotonic() - started:.0f} s"))
+    if not status:
+        rows.write(out, found)
         console.print(f"rows: {out}")
     return status
 
