@@ -60,7 +60,7 @@ class AddressSpace:
 
     def region(self, tensor: object) -> Region | None:
         """Where a tensor looks; None if not into this space, or at the bytes as another dtype."""
-        if not self.holds(tensor):
+        if not isinstance(tensor, torch.Tensor) or not self.holds(tensor):
             return None
         region = self._at(tensor)
         return region if region.dtype == tensor.dtype else None

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from weightsync import receiver as wire
-from weightsync.exchanging import ExchangedPlan, Membership
 from weightsync.errors import PlanError, VerifyMismatch
+from weightsync.exchanging import ExchangedPlan, Membership
 from weightsync.fingerprint import fingerprint_many
 from weightsync.layouts import constants_of, layout_of
 from weightsync.live import LiveWeights, bits
@@ -205,7 +205,7 @@ class ReceiverSession:
 
     # ------------------------------------------------------------------------------- both
 
-    def _installed(self) -> InstalledPlan:
+    def _installed(self) -> InstalledPlan | ExchangedPlan:
         if self._plan is None:
             raise PlanError("no plan is installed in this receiver")
         return self._plan

@@ -10,11 +10,11 @@ from weightsync.spec import Box
 
 
 class Run(NamedTuple):
-    """One dim of a copy: ``count`` elements, ``source`` apart where read and ``target`` apart where written."""
+    """One dim of a copy: ``size`` elements, ``source`` apart where read and ``target`` apart where written."""
 
     source: int
     target: int
-    count: int
+    size: int
 
 
 def source_box(shape: tuple[int, ...], offset: int, runs: Sequence[Run]) -> tuple[Box, tuple[int, ...]] | None:
@@ -48,10 +48,10 @@ def source_box(shape: tuple[int, ...], offset: int, runs: Sequence[Run]) -> tupl
 def _merged(runs: Sequence[Run]) -> list[Run]:
     """Innermost first, without dims of one element, those that continue each other on both sides made one."""
     merged: list[Run] = []
-    for run in sorted(r for r in runs if r.count > 1):
+    for run in sorted(r for r in runs if r.size > 1):
         inner = merged[-1] if merged else None
-        if inner and (run.source, run.target) == (inner.source * inner.count, inner.target * inner.count):
-            merged[-1] = Run(inner.source, inner.target, inner.count * run.count)
+        if inner and (run.source, run.target) == (inner.source * inner.size, inner.target * inner.size):
+            merged[-1] = Run(inner.source, inner.target, inner.size * run.size)
         else:
             merged.append(run)
     return merged

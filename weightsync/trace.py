@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,7 +97,7 @@ class _Recorder(TorchDispatchMode):
         self._used: set[str] = set()
         self._computed: dict[int, tuple[str, torch.Tensor]] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         targets = [(t, owners) for t in _written(func, args, kwargs) if (owners := self._owners_of(t))]
         if targets:
@@ -104,9 +105,8 @@ class _Recorder(TorchDispatchMode):
                 self._record(func, target, owners, args)
             self._use(args)
             return targets[0][0] if func._schema.returns else None
-        source = args[0] if args else None
-        if func is _aten._to_copy.default and self.space.region(source) is not None:
-            return self.space.cast(source, kwargs.get("dtype") or source.dtype)
+        if func is _aten._to_copy.default and self.space.region(args[0]) is not None:
+            return self.space.cast(args[0], kwargs.get("dtype") or args[0].dtype)
         result = func(*args, **kwargs)
         self._note_computed(func, (args, kwargs), result)
         return result
@@ -159,7 +159,7 @@ class _Recorder(TorchDispatchMode):
         inside = [i for start, end, i in candidates if start <= lo and hi <= end]
         return inside[:1] or [i for start, end, i in candidates if start < hi and lo < end]
 
-    def _record(self, func, target: torch.Tensor, owners: list[int], args: tuple) -> None:
+    def _record(self, func: Any, target: torch.Tensor, owners: list[int], args: tuple) -> None:
         for owner in owners if target.numel() else ():
             spans = "one write spans several tensors" if len(owners) > 1 else ""
             problem = spans or self._record_write(func, target, owner, args)
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
             elif problem:
                 self._opaque.setdefault(owner, problem)
 
-    def _record_write(self, func, target: torch.Tensor, owner: int, args: tuple) -> str:
+    def _record_write(self, func: Any, target: torch.Tensor, owner: int, args: tuple) -> str:
         """Write down one write into one tensor; returns why it cannot be followed, or ""."""
         tensor = self._tensors[owner]
         offset = target.storage_offset() - tensor.storage_offset()
@@ -203,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         known = self._computed.get(source.untyped_storage()._cdata) if source.is_meta else None
         return f"its source is computed by {known[0]}" if known else "its source is no offered tensor"
 
-    def _note_computed(self, func, inputs: object, result: object) -> None:
+    def _note_computed(self, func: Any, inputs: object, result: object) -> None:
         """Remember which results are not views of what went in, and that what went in is of use."""
         if not any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(inputs)):
             return
@@ -218,19 +218,19 @@ class _Recorder(TorchDispatchMode):
 
 
 @functools.cache
-def _write_positions(func) -> list[tuple[int, str]]:
+def _write_positions(func: Any) -> list[tuple[int, str]]:
     arguments = func._schema.arguments
     return [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _written(func, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
+def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
     """The tensors that an operator writes into, by its schema."""
     for position, name in _write_positions(func):
         argument = args[position] if position < len(args) else kwargs.get(name)
         yield from (t for t in tree_leaves(argument) if isinstance(t, torch.Tensor) and not t.is_meta)
 
 
-def _filled_value(func, args: tuple) -> float | None:
+def _filled_value(func: Any, args: tuple) -> float | None:
     """The value that a write gives to every element; None if it is not of that kind."""
     if func is _aten.zero_.default:
         return 0.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -42,7 +43,7 @@ def inline_thread_pools() -> Iterator[None]:
     """Work that this thread gives to any ThreadPoolExecutor runs at once, here: dispatch modes do not cross threads."""
     here, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
-    def run_here(pool, function, /, *args, **kwargs):
+    def run_here(pool: ThreadPoolExecutor, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
         if threading.get_ident() != here:
             return submit(pool, function, *args, **kwargs)
         future: Future = Future()

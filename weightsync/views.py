@@ -9,8 +9,11 @@ import torch
 from weightsync.spec import Box, Copy, Shard
 from weightsync.transports import Memory
 
+Memories = Sequence[Memory] | Mapping[int, Memory]
+"""Mapped segments of one rank, by their position; those that no copy reads may be missing from a mapping."""
 
-def source_view(segments: Mapping[int, Sequence[Memory]], shards: Sequence[Shard], copy: Copy) -> torch.Tensor:
+
+def source_view(segments: Mapping[int, Memories], shards: Sequence[Shard], copy: Copy) -> torch.Tensor:
     """The trainer's side of ``copy``, of shape ``copy.box.size``; ``segments`` are each rank's, mapped here."""
     shard = shards[copy.source.storage]
     storage = segments[copy.rank][shard.segment].tensor
