@@ -84,8 +84,9 @@ class Publisher:
 
     ``model_or_tensors`` is a module, or a mapping of names to tensors or DTensors that is looked into anew at every
     push; for ``trainer="megatron"`` one model or a list of model chunks, with ``trainer_options`` of its own
-    (``trainers.megatron.Options``). ``trainer`` says how shards are read. The server listens on ``host``. Raises ConfigError, naming the tensor,
-    where something cannot be published (adapters that are not merged, parameters on the meta device, partial sums).
+    (``trainers.megatron.Options``). ``trainer`` says how shards are read. The server listens on ``host``. Raises
+    ConfigError, naming the tensor, where something cannot be published (adapters that are not merged, parameters on the
+    meta device, partial sums).
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from weightsync.errors import WeightSyncError
@@ -79,6 +79,20 @@ class Rank:
         self.close()
         self.model = build(layout).to(getattr(torch, dtype))
         self.publisher = Publisher(self.model, rank=dist.get_rank(), world_size=dist.get_world_size())
+        return self.publisher.address
+
+    def offer_experts(self, layout: str) -> str:
+        """8 stacked experts, expert i filled with i: over EP=4, or EP=2 and every expert cut over the other two."""
+        self.close()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep_shard", "ep"))
+        where, cut = (mesh, [Shard(1), Shard(0)]) if layout == "ep2" else (init_device_mesh("cpu", (4,)), [Shard(0)])
+        numbers = torch.arange(8.0).view(8, 1, 1)
+        tensors = {
+            "model.layers.0.mlp.experts.gate_and_up_projs": numbers.expand(8, 3, 4) + torch.tensor([0, 0, 0.5, 0.5]),
+            "model.layers.0.mlp.experts.down_projs": numbers.expand(8, 2, 3) + 0.25,
+        }
+        cut_up = {name: distribute_tensor(t.contiguous(), where, cut) for name, t in tensors.items()}
+        self.publisher = Publisher(cut_up, rank=dist.get_rank(), world_size=dist.get_world_size())
         return self.publisher.address
 
     def offer_again(self) -> str:

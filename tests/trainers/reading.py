@@ -14,7 +14,8 @@ from weightsync.transports import shm
 class Reading:
     """All publishers of one trainer, by rank."""
 
-    def __init__(self, addresses: list[str]) -> None:
+    def __init__(self, addresses: list[str], *, transport: str = "shm") -> None:
+        self.transport = transport
         self.clients = [Client(address) for address in addresses]
         self.exports: list[Export] = []
 
@@ -22,7 +23,7 @@ class Reading:
         return [c.call("describe", deadline=_soon(), returns=Description) for c in self.clients]
 
     def export(self, dtypes: dict[str, str] | None = None, *, in_place: bool = False) -> list[Export]:
-        request = ExportRequest(transport="shm", dtypes=dtypes or {}, in_place=in_place)
+        request = ExportRequest(transport=self.transport, dtypes=dtypes or {}, in_place=in_place)
         self.exports = [c.call("export", request, deadline=_soon(), returns=Export) for c in self.clients]
         return self.exports
 
@@ -91,7 +92,6 @@ def _place(rule: Rule, target: torch.Tensor, source: torch.Tensor, is_given: tor
 
 def _read(memory: torch.Tensor, shard) -> torch.Tensor:
     dtype = getattr(torch, shard.dtype)
-    assert shard.byte_offset % 256 == 0
     flat = torch.empty(0, dtype=dtype).set_(
         memory.untyped_storage(), shard.byte_offset // dtype.itemsize, shard.box.size, shard.strides
     )

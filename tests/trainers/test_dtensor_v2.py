@@ -186,6 +186,29 @@ def test_shards_that_are_no_boxes_of_values_are_refused_by_name(fleets, what, wo
         assert all(word in refusal for word in words), refusal
 
 
+@pytest.mark.parametrize("layout", ["ep4", "ep2"])
+def test_experts_stacked_in_one_tensor_and_cut_over_ranks_arrive_one_by_one(fleets, layout):
+    ranks = fleets(4)
+    reading = Reading(ranks.call("offer_experts", layout))
+    reading.export()
+    ranks.call("step_done", 1)
+    reading.publish(1)
+    whole = reading.assembled(reading.describe()[0].rules)
+    assert len(whole) == 24
+    for expert in range(8):
+        prefix = f"model.layers.0.mlp.experts.{expert}"
+        assert torch.equal(whole[f"{prefix}.gate_proj.weight"], torch.full((2, 3), float(expert)))
+        assert torch.equal(whole[f"{prefix}.up_proj.weight"], torch.full((2, 3), expert + 0.5))
+        assert torch.equal(whole[f"{prefix}.down_proj.weight"], torch.full((3, 2), expert + 0.25))
+    reading.close()
+
+
+def test_a_closed_publisher_leaves_no_file_in_any_rank(offered):
+    ranks, reading = offered(4, "fsdp")
+    reading.export()
+    assert ranks.call("close") == [[], [], [], []]
+
+
 # ------------------------------------------------------------------------------------------- one process is enough
 
 

@@ -1,7 +1,7 @@
 """What each kind of trainer holds, behind one interface. Runs in training workers.
 
-A trainer's module has a function ``reader(model_or_tensors, **options) -> Reader``. It is imported when it is asked for, so that a
-worker needs its own trainer's libraries only.
+A trainer's module has a function ``reader(model_or_tensors, **options) -> Reader``. It is imported when it is asked
+for, so that a worker needs its own trainer's libraries only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -23,8 +23,8 @@ TRAINERS = ("dtensor_v2", "megatron")
 class Held:
     """A rank's part of one tensor, as it is at this moment.
 
-    What is published is ``tensor`` or, where there is a ``compute``, what that makes of it: a tensor of the same shape and
-    dtype that shares no memory with it.
+    What is published is ``tensor`` or, where there is a ``compute``, what that makes of it: a tensor of the same shape
+    and dtype that shares no memory with it.
 
     ``tensor`` is the trainer's own memory (plain, detached, any strides), ``shape`` that of the whole tensor,
     ``offset`` where ``tensor`` starts in it. A rank that holds nothing has a ``tensor`` with a size of 0. ``owner`` is
@@ -66,7 +66,7 @@ class Reader(Protocol):
 
 
 def get(name: str) -> Callable[..., Reader]:
-    """The ``reader`` function of a trainer: of a model and that trainer's options. Raises ConfigError that lists those there are."""
+    """The ``reader`` function of a trainer, of a model and options. Raises ConfigError that lists those there are."""
     if name not in TRAINERS:
         raise ConfigError(f"unknown trainer {name!r}; there are {', '.join(TRAINERS)}")
     return importlib.import_module(f"weightsync.trainers.{name}").reader
