@@ -5,7 +5,8 @@
 UV := .tools/uv
 DRIVER := .venv/bin
 ACTOR := envs/sgl_dtensor_v2/.venv/bin
-TRAINER_ENV := automodel
+PAIR := sgl_dtensor_v2
+TRAINER_ENV := $(if $(filter sgl_megatron,$(PAIR)),megatron,automodel)
 ENGINE_ENV := sglang_cpu
 
 # Tests of what the driver runs: in its own environment, which has no torch. All others run in the actor's.
@@ -29,7 +30,7 @@ test: driver test-envs
 	$(ACTOR)/python $(PYTEST) tests $(addprefix --ignore=,$(DRIVER_TESTS)) && exit $$first
 
 demo: driver demo-envs
-	$(DRIVER)/weightsync demo $(ARGS)
+	$(DRIVER)/weightsync demo --pair $(PAIR) $(ARGS)
 
 bench: driver demo-envs
 	$(DRIVER)/weightsync bench $(ARGS)
@@ -44,7 +45,7 @@ driver:
 	@$(UV) sync --quiet --locked --extra driver --group dev
 
 demo-envs: driver
-	@$(DRIVER)/weightsync build sgl_dtensor_v2 $(TRAINER_ENV) $(ENGINE_ENV)
+	@$(DRIVER)/weightsync build $(PAIR) $(TRAINER_ENV) $(ENGINE_ENV)
 
 test-envs: driver
-	@$(DRIVER)/weightsync build sgl_dtensor_v2:test $(TRAINER_ENV) $(ENGINE_ENV) sglang_cpu_legacy
+	@$(DRIVER)/weightsync build sgl_dtensor_v2:test automodel megatron:test $(ENGINE_ENV) sglang_cpu_legacy

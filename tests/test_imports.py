@@ -23,17 +23,17 @@ ENGINES, TRAINERS = {"sglang", "sgl_kernel", "vllm"}, {"nemo_automodel", "megatr
 # Modules that each process starts from, and all that they may pull in when they are imported.
 PROCESSES = {
     "driver": (["__init__", "cli", "doctor", "envs", "ray_channel", "sync"], BASE | {"rich", "typer"}),
-    "served actor": (["serve", "actors.sgl_dtensor_v2"], BASE),
+    "served actor": (["serve", "actors.sgl_dtensor_v2", "actors.sgl_megatron"], BASE),
     "nouns": (["spec", "config", "errors", "plan", "rpc", "deadline", "versions"], BASE),
     "actor's session": (["session"], BASE | CUDA | {"httpx"}),
-    "training worker": (["publisher", "trainers.dtensor_v2"], BASE | CUDA),
+    "training worker": (["publisher", "trainers.dtensor_v2", "trainers.megatron"], BASE | CUDA),
     "engine": (["receiver"], BASE | CUDA),
 }
 
 # Modules that may import a library of an engine or a trainer, and then inside a function or at their top.
 MAY_TOUCH = {
-    "trainers.megatron": {"megatron", "mbridge"},
-    "demo.trainer": {"nemo_automodel", "megatron", "mbridge"},
+    "demo.trainer": {"nemo_automodel"},
+    "demo.megatron_trainer": {"megatron"},
 }
 
 

@@ -1,6 +1,7 @@
-"""The same model in each of the forms that megatron-core 0.19 has, holding what the oracle loaded. Runs in envs/megatron.
+"""The same model in each of the forms that megatron-core 0.19 has, holding what the oracle loaded.
 
-A form renames the oracle's state, tensor by tensor and by hand: this is how the model is made, not what is tested.
+Runs in envs/megatron. A form renames the oracle's state, tensor by tensor and by hand: this is how the model is made,
+not what is tested.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from megatron_cases import Case, build_chunks, hf_config
 from megatron_parts import Norm
 
@@ -27,7 +32,10 @@ State = dict[str, torch.Tensor]
 
 
 def gpt(case: Case, config: Any, states: list[State], *, te_names: bool) -> list[torch.nn.Module]:
-    """GPTModel chunks that hold ``states`` (none: as initialised), by Transformer Engine's names or by those of megatron-core's own modules."""
+    """GPTModel chunks that hold ``states`` (none: as initialised).
+
+    They go by Transformer Engine's names or by those of megatron-core's own modules.
+    """
     config = config if te_names else plain(config)
 
     def provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:

@@ -40,7 +40,7 @@ _LATENT = {
 
 
 class Case(NamedTuple):
-    """One model over four ranks. ``vpp``: chunks a pipeline rank; ``padded_to``: vocabulary rows are a multiple of it."""
+    """One model over four ranks. ``vpp``: chunks a pipeline rank; ``padded_to``: its vocabulary rows are a multiple."""
 
     model_type: str
     hf: dict[str, Any]
@@ -107,9 +107,7 @@ def run_ranks(main, *arguments) -> None:
 
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(main, rank, folder, arguments)) for rank in range(WORLD_SIZE)
-        ]
+        ranks = [context.Process(target=_rank, args=(main, rank, folder, arguments)) for rank in range(WORLD_SIZE)]
         for process in ranks:
             process.start()
         for process in ranks:

@@ -3,7 +3,8 @@
     python megatron_logits.py MODEL_FOLDER
 
 Two tensor-parallel ranks train a few steps; then the tensors that their readers give, put together, go into
-transformers' Qwen3, and both models are asked about the same tokens. Prints the largest difference. Runs in envs/megatron.
+transformers' Qwen3, and both models are asked about the same tokens. Prints the largest difference. Runs in
+envs/megatron.
 """
 
 from __future__ import annotations

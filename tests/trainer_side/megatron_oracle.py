@@ -30,7 +30,6 @@ from megatron_cases import CASES, Case, build_chunks, hf_config, initialize, run
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-
 ON_A_CPU = {
     "use_cpu_initialization": True,
     "moe_token_dispatcher_type": "allgather",  # the other makes a CUDA stream

@@ -1,6 +1,6 @@
-"""Stand-ins for Transformer Engine's modules that hold the same parameters on a CPU, and what megatron-core needs there.
+"""Stand-ins for Transformer Engine's modules, with the same parameters on a CPU, and what megatron-core needs there.
 
-Parameters, their names, their cutting and their attributes are as Transformer Engine's; nothing here computes a forward.
+Parameters, their names, cutting and attributes are as Transformer Engine's; nothing here computes a forward.
 Runs in envs/megatron. Imports nothing of weightsync.
 """
 
@@ -126,5 +126,3 @@ def prepare() -> None:
     gpt_layer_specs.TENorm = Norm
     multi_latent_attention.TELinear = DuplicatedLinear
     multi_latent_attention.TELayerNormColumnParallelLinear = NormColumnLinear
-
-

@@ -75,7 +75,7 @@ def test_101_words_padded_to_128_are_101_rows_of_embedding_and_head(tied: bool) 
 def test_a_true_vocabulary_larger_than_the_padded_one_is_refused() -> None:
     reader = megatron.reader(Chunk({"output_layer.weight": parameter(torch.ones(100, 3), 0)}), **OPTIONS)
 
-    with pytest.raises(ConfigError, match="vocab_size is 101, but output_layer.weight has only 100 rows"):
+    with pytest.raises(ConfigError, match=r"vocab_size is 101, but output_layer\.weight has only 100 rows"):
         reader.rules(reader.read())
 
 
@@ -128,11 +128,16 @@ def test_expert_tensor_parallelism_cuts_gate_and_up_each() -> None:
 
 def test_layers_count_over_virtual_stages_and_wrappers_are_taken_off() -> None:
     norm = f"{LAYER}input_layernorm.weight"
-    chunks = [Wrapper(Wrapper(Chunk({norm: parameter(torch.ones(3))}, first_layer=first, num_layers=8))) for first in (1, 5)]
+    chunks = [
+        Wrapper(Wrapper(Chunk({norm: parameter(torch.ones(3))}, first_layer=first, num_layers=8))) for first in (1, 5)
+    ]
 
     held = megatron.reader(chunks, **OPTIONS).read()
 
-    assert [h.name for h in held] == ["decoder.layers.1.input_layernorm.weight", "decoder.layers.5.input_layernorm.weight"]
+    assert [h.name for h in held] == [
+        "decoder.layers.1.input_layernorm.weight",
+        "decoder.layers.5.input_layernorm.weight",
+    ]
 
 
 def test_two_chunks_of_one_layer_are_refused() -> None:
@@ -142,7 +147,9 @@ def test_two_chunks_of_one_layer_are_refused() -> None:
         megatron.reader(chunks, **OPTIONS)
 
 
-@pytest.mark.parametrize(("pattern", "layers"), [("*-*-", [0, 0, 1, 1]), ("+E|+E/M", [0, 0, 1, 1]), ("M*-", [None, 0, 0])])
+@pytest.mark.parametrize(
+    ("pattern", "layers"), [("*-*-", [0, 0, 1, 1]), ("+E|+E/M", [0, 0, 1, 1]), ("M*-", [None, 0, 0])]
+)
 def test_attention_and_feed_forward_of_a_hybrid_model_are_one_layer(pattern: str, layers: list[int | None]) -> None:
     tensors = {f"decoder.layers.{i}.pre_mlp_layernorm.weight": parameter(torch.ones(3)) for i in range(len(layers))}
     reader = megatron.reader(Chunk(tensors, pattern=pattern), **OPTIONS)
@@ -181,7 +188,9 @@ def test_the_fused_latent_down_projection_is_split() -> None:
 
 
 def test_a_fused_qkv_of_other_heads_is_refused() -> None:
-    reader = megatron.reader(Chunk({f"{LAYER}self_attention.linear_qkv.weight": parameter(torch.ones(50, 3), 0)}), **OPTIONS)
+    reader = megatron.reader(
+        Chunk({f"{LAYER}self_attention.linear_qkv.weight": parameter(torch.ones(50, 3), 0)}), **OPTIONS
+    )
 
     with pytest.raises(ConfigError, match="has 50 rows; 4 heads in 2 groups of size 6 make 48"):
         reader.rules(reader.read())
@@ -251,7 +260,7 @@ def test_a_quantised_parameter_is_refused() -> None:
     weight = torch.ones(4, 4).as_subclass(Float8Tensor)
     chunk = Chunk({f"{LAYER}mlp.linear_fc2.weight": nn.Buffer(weight)})
 
-    with pytest.raises(ConfigError, match="mlp.linear_fc2.weight is a Float8Tensor"):
+    with pytest.raises(ConfigError, match=r"mlp\.linear_fc2\.weight is a Float8Tensor"):
         megatron.reader(chunk, **OPTIONS).read()
 
 
@@ -327,7 +336,7 @@ def test_offloaded_parameters_are_refused_by_name() -> None:
     reader = megatron.reader(wrapper, **OPTIONS)
 
     reader.settle()
-    with pytest.raises(TransferError, match="mlp.linear_fc2.weight is offloaded: reload the parameters"):
+    with pytest.raises(TransferError, match=r"mlp\.linear_fc2\.weight is offloaded: reload the parameters"):
         reader.read()
 
 

@@ -1,4 +1,4 @@
-"""A Megatron publisher under the real distributed optimizer, on four gloo ranks: see ``trainer_side/megatron_fresh.py``."""
+"""A Megatron publisher under the real distributed optimizer on four ranks: see ``trainer_side/megatron_fresh.py``."""
 
 from __future__ import annotations
 

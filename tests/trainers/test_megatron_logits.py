@@ -1,4 +1,4 @@
-"""Megatron's own forward against transformers' on what the Megatron ranks publish: see ``trainer_side/megatron_logits.py``."""
+"""Megatron's forward against transformers' on what Megatron's ranks publish: ``trainer_side/megatron_logits.py``."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -50,7 +49,7 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with mbridge's answers and ours, a folder a case."""
     out = tmp_path_factory.mktemp("megatron")
     environment = envs.resolve("megatron")
@@ -58,9 +57,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         log = out / f"{script}.log"
         with open(log, "wb") as file:
             command = [environment.python, str(SCRIPTS / script), str(out)]
-            done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=file, timeout=600)
+            done = subprocess.run(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=file, timeout=600
+            )
         assert done.returncode == 0, f"{script}:\n" + log.read_text()[-4000:]
-    yield out
+    return out
 
 
 @pytest.mark.timeout(1300)
@@ -101,9 +102,7 @@ def test_replicas_hold_the_same_and_nothing_is_left_over(oracle: Path, case: str
     replicas = 0
     for source in sources.tensors.values():
         for box, members in source.layout.groups:
-            views = [
-                ranks.view(m.rank, source.holders[m.holder].shard, m.offset, box.size, m.strides) for m in members
-            ]
+            views = [ranks.view(m.rank, source.holders[m.holder].shard, m.offset, box.size, m.strides) for m in members]
             replicas += len(views) - 1
             assert all(torch.equal(views[0], v) for v in views[1:]), source.spec.name
     assert replicas, "norms at least are on every rank of a tensor-parallel group"

@@ -1,7 +1,7 @@
-"""One training rank of the Megatron demo: megatron-core's GPTModel under tensor parallelism on gloo. Runs in envs/megatron.
+"""One training rank of the Megatron demo: megatron-core's GPTModel, tensor-parallel on gloo. Runs in envs/megatron.
 
-Forward and backward are megatron-core's own; its optimizers want a GPU, so torch's AdamW takes the steps here. The driver
-imports this file to name the class to Ray, so what needs torch is imported inside.
+Forward and backward are megatron-core's own; its optimizers want a GPU, so torch's AdamW takes the steps here. The
+driver imports this file to name the class to Ray, so what needs torch is imported inside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VOCABULARY_ROWS_MULTIPLE = 128
 
 
 class MegatronDemoTrainer:
-    """Rank ``rank`` of ``world_size`` tensor-parallel ranks. Loads the Qwen3 in folder ``model`` and learns by heart."""
+    """Rank ``rank`` of ``world_size`` tensor-parallel ranks. Loads the Qwen3 in folder ``model``, learns by heart."""
 
     def __init__(self, rank: int, world_size: int, rendezvous: str, model: str, *, learning_rate: float = 3e-3) -> None:
         import torch
@@ -100,7 +100,7 @@ def _gpt_model(folder: Path, world_size: int) -> Any:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer import TransformerConfig
 
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]  # rotary asks
+    torch.cuda.current_device = lambda: torch.device("cpu")  # rotary embeddings ask
     get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()  # there is no dropout to seed
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     hf = json.loads((folder / "config.json").read_text())
@@ -170,9 +170,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     for name, entry in entries.items():
         assert entry["dtype"] == "F32", f"{name} is {entry['dtype']}"
         first, end = entry["data_offsets"]
-        tensors[name] = torch.frombuffer(data, dtype=torch.float32, count=(end - first) // 4, offset=start + first).view(
-            entry["shape"]
-        )
+        flat = torch.frombuffer(data, dtype=torch.float32, count=(end - first) // 4, offset=start + first)
+        tensors[name] = flat.view(entry["shape"])
     return tensors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from rich.table import Table
 import weightsync
 from weightsync import envs
 from weightsync.config import load_config
+from weightsync.demo.casts import CASTS, Cast
 from weightsync.engines.local import LocalEngine, free_port
 from weightsync.errors import EngineRejected, VerifyMismatch
 
@@ -49,22 +51,23 @@ def run(
     """
     console = console or Console()
     started = time.monotonic()
-    for name in ("sgl_dtensor_v2", "automodel", "sglang_cpu"):
+    cast = CASTS[pair]
+    for name in (pair, cast.env, "sglang_cpu"):
         envs.ensure(name, progress=lambda line: console.print(f"[dim]{line}", highlight=False))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-"))
-        model = _write_model(Path(folder) / "model")
+        model = _write_model(pair, Path(folder) / "model")
         engine = stack.enter_context(LocalEngine(model, log=Path(folder) / "sglang.log"))
-        trainers = stack.enter_context(_trainers(model, console))
+        trainers = stack.enter_context(_trainers(cast, model, console))
         with console.status("starting SGLang on the CPU (about a minute)"):
             engine.wait()
         console.print(f"SGLang {_get(engine.url, '/server_info')['version']} serves at {engine.url}")
-        config = load_config({"pair": "sgl_dtensor_v2", "timeout_s": 60.0})
+        config = load_config({"pair": pair, "timeout_s": 60.0})
         sync = stack.enter_context(
             weightsync.launch(config, publishers=[t.address for t in trainers], engines=[engine.url])
         )
         console.print(sync.plan().explain(), highlight=False, markup=False, soft_wrap=True)
-        rows = _loop(sync, trainers, engine, _Tokens(model), pushes, steps_per_push, console)
+        rows = _loop(sync, trainers, engine, _Tokens(model), pushes, steps_per_push, cast.title, console)
     console.print(f"done in {time.monotonic() - started:.0f} s")
     return rows
 
@@ -76,12 +79,13 @@ def _loop(
     tokens: _Tokens,
     pushes: int,
     steps_per_push: int,
+    title: str,
     console: Console,
 ) -> list[Row]:
     prompt = tokens.encode(PROMPT)
     text = prompt + tokens.encode(SENTENCE)
     rows: list[Row] = []
-    with Live(_table(rows), console=console, refresh_per_second=4) as live:
+    with Live(_table(title, rows), console=console, refresh_per_second=4) as live:
         for i in range(pushes):
             step = i * steps_per_push
             loss = _all(trainers, "train", text, len(prompt), steps_per_push if i else 0)[0]
@@ -91,7 +95,7 @@ def _loop(
             said, version = _ask(engine.url, prompt, len(expected))
             row = Row(step, loss, tokens.decode(said), version, report.seconds["total"] * 1e3, report.verified)
             rows.append(row)
-            live.update(_table(rows))
+            live.update(_table(title, rows))
             _compare(row, said, expected, tokens, engine.url)
     return rows
 
@@ -109,8 +113,8 @@ def _compare(row: Row, said: list[int], expected: list[int], tokens: _Tokens, ur
         )
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table(title="one sentence, learnt under FSDP2, served by SGLang")
+def _table(title: str, rows: list[Row]) -> Table:
+    table = Table(title=title)
     table.add_column("step", justify="right")
     table.add_column("loss", justify="right")
     table.add_column("the engine says", no_wrap=True)
@@ -137,22 +141,20 @@ class _Trainer:
 
 
 @contextlib.contextmanager
-def _trainers(model: Path, console: Console) -> Iterator[list[_Trainer]]:
+def _trainers(cast: Cast, model: Path, console: Console) -> Iterator[list[_Trainer]]:
     """Two training ranks as Ray actors in the trainer's environment."""
     import ray
-
-    from weightsync.demo.trainer import DemoTrainer
 
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     if not ray.is_initialized():
         ray.init(num_cpus=WORLD_SIZE, include_dashboard=False, log_to_driver=False, logging_level="warning")
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    runtime_env = envs.runtime_env(envs.resolve("automodel"))
-    make = ray.remote(DemoTrainer).options(num_cpus=0, runtime_env=runtime_env).remote
+    runtime_env = envs.runtime_env(envs.resolve(cast.env))
+    trainer_class = getattr(importlib.import_module(cast.module), cast.name)
+    make = ray.remote(trainer_class).options(num_cpus=0, runtime_env=runtime_env).remote
     trainers = [_Trainer(make(rank, WORLD_SIZE, rendezvous, str(model))) for rank in range(WORLD_SIZE)]
     try:
-        console.print(f"{WORLD_SIZE} FSDP2 ranks of nemo-automodel's Qwen3 on gloo (its class is made directly:")
-        console.print("NeMoAutoModelForCausalLM.from_config asks for CUDA; GPU runs use it)")
+        console.print(f"{WORLD_SIZE} {cast.note}")
         for trainer, address in zip(trainers, _all(trainers, "address"), strict=True):
             trainer.address = address
         yield trainers
@@ -187,9 +189,9 @@ class _Tokens:
         return "".join(text if text.isascii() and len(text) == 1 else "\N{MIDDLE DOT}" for text in texts)
 
 
-def _write_model(folder: Path) -> Path:
+def _write_model(pair: str, folder: Path) -> Path:
     """Write the seeded model in the actor's environment, which has numpy."""
-    environment = envs.resolve("sgl_dtensor_v2")
+    environment = envs.resolve(pair)
     script = "import sys; from weightsync.demo_model import write_model; write_model(sys.argv[1])"
     subprocess.run(
         [environment.python, "-c", script, str(folder)], env=envs.process_env(environment), check=True, timeout=120

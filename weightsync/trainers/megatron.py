@@ -1,4 +1,4 @@
-"""Reads a Megatron-core trainer: its model chunks as shards, with rules onto Hugging Face names. Runs in training workers.
+"""Reads a Megatron-core trainer: its model chunks as shards, and rules onto Hugging Face names. In training workers.
 
     Publisher(chunks, rank=rank, world_size=world_size, trainer="megatron", trainer_options={"hf_config": folder})
 
@@ -9,9 +9,10 @@ The options are those of ``Options``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -21,18 +22,18 @@ from weightsync.errors import ConfigError
 from weightsync.spec import Rule
 from weightsync.trainers import Held
 from weightsync.trainers.megatron_mapping import FAMILIES, Model, is_norm, rules_for
-from weightsync.trainers.megatron_names import hugging_face_layers, named_tensors, unique_layers, unwrap
+from weightsync.trainers.megatron_names import NamedLocal, Slot, hugging_face_layers, slots, unique_layers, unwrap
 from weightsync.trainers.megatron_params import Gathers, host_copies
-from weightsync.trainers.megatron_shards import Axis, local_box
+from weightsync.trainers.megatron_shards import Axis, Place, place_of, view_of
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a Megatron model does not say of itself.
 
-    ``hf_config``: the Hugging Face model's folder, its config.json or that file's content; it gives the other two, which
-    may also be given: ``model_type`` decides the names of experts, ``vocab_size`` is the true one, without padding.
-    ``offloaded``: what a push does while parameters are offloaded to pinned host memory: ``refuse`` it, ``reload`` them
-    first and leave them on the GPU, or publish the ``pinned`` copy.
+    ``hf_config``: the Hugging Face model's folder, its config.json or that file's content; it gives the other two,
+    which may also be given: ``model_type`` decides the names of experts, ``vocab_size`` is the true one, without
+    padding. ``offloaded``: what happens while parameters are offloaded to pinned host memory: ``refuse`` to publish,
+    ``reload`` them in ``step_done`` and leave them on the GPU, or publish the ``pinned`` copy.
     """
 
     hf_config: str | dict[str, Any] = ""
@@ -50,7 +51,11 @@ def reader(model: nn.Module | Sequence[nn.Module], **options: Any) -> MegatronRe
 
 
 class MegatronReader:
-    """The ``Reader`` of one rank. ``chunks`` are the wrapped ones: they know of pending all-gathers."""
+    """The ``Reader`` of one rank. ``chunks`` are the wrapped ones: they know of pending all-gathers.
+
+    Modules are found once, here; the parameters in them are looked up at every read. Between reads nothing here keeps
+    their memory alive.
+    """
 
     def __init__(self, chunks: Sequence[nn.Module], options: Options) -> None:
         self._wrapped = list(chunks)
@@ -63,11 +68,14 @@ class MegatronReader:
         self._gated = bool(config.gated_linear_unit)
         self._model = _model(self._chunks[0], options)
         self._gathers = Gathers(self._wrapped)
+        self._axes: dict[str, tuple[Axis, Axis]] = {}
+        self._slots = list(self._find_slots())
+        self._known: dict[str, _Known] = {}
 
     def settle(self) -> None:
-        """Finish parameter all-gathers that overlap with the next forward, and bring offloaded parameters back if so asked.
+        """Finish parameter all-gathers that would overlap with the next forward; reload what is offloaded, if so asked.
 
-        A collective of the data-parallel group, so every rank calls it; in the training thread.
+        A collective of the data-parallel group: every rank calls it, in the training thread.
         """
         if self._options.offloaded == "reload":
             self._gathers.reload()
@@ -78,36 +86,49 @@ class MegatronReader:
 
         For norms that Megatron keeps zero-centred, what engines get is computed.
         """
-        pinned = host_copies(self._wrapped, self._options.offloaded)
-        held, seen = [], set()
-        for chunk in self._chunks:
-            groups = chunk.pg_collection
-            expert_axis = _axis(getattr(groups, "expt_tp", None))
-            first_expert = _axis(getattr(groups, "ep", None)).rank * _local_experts(chunk)
-            for named in named_tensors(chunk, first_expert):
-                if named.name in seen:
-                    continue  # a last stage with both the embedding and its copy
-                seen.add(named.name)
-                place = local_box(
-                    named, tensor_axis=_axis(groups.tp), expert_axis=expert_axis, gated=self._gated, data=pinned(named)
-                )
-                compute = _plus_one if self._zero_centred and is_norm(named.name) else None
-                held.append(
-                    Held(
-                        named.name,
-                        place.view,
-                        place.shape,
-                        place.offset,
-                        named.is_buffer,
-                        owner=named.tensor,
-                        compute=compute,
-                    )
-                )
-        return held
+        data = host_copies(self._wrapped, self._options.offloaded)
+        return [self._held(slot.now(), data) for slot in self._slots]
 
     def rules(self, held: list[Held]) -> list[Rule]:
         """The rules of what this rank holds; a tensor that no family has gets none, and is refused at connect."""
         return [rule for h in held for rule in rules_for(h.name, h.shape, self._model)]
+
+    def _find_slots(self) -> Iterator[Slot]:
+        for chunk in self._chunks:
+            groups = chunk.pg_collection
+            axes = _axis(groups.tp), _axis(getattr(groups, "expt_tp", None))
+            first_expert = _axis(getattr(groups, "ep", None)).rank * _local_experts(chunk)
+            for slot in slots(chunk, first_expert):
+                if slot.name not in self._axes:  # a last stage may have the embedding and its copy
+                    self._axes[slot.name] = axes
+                    yield slot
+
+    def _held(self, named: NamedLocal, data: Callable[[NamedLocal], torch.Tensor]) -> Held:
+        known = self._known.get(named.name)
+        if known is None or not known.is_of(named.tensor):
+            tensor_axis, expert_axis = self._axes[named.name]
+            place = place_of(named, tensor_axis=tensor_axis, expert_axis=expert_axis, gated=self._gated)
+            known = self._known[named.name] = _Known(weakref.ref(named.tensor), named.tensor.shape, place)
+        return Held(
+            named.name,
+            view_of(data(named), known.place),
+            known.place.shape,
+            known.place.offset,
+            named.is_buffer,
+            owner=named.tensor,
+            compute=_plus_one if self._zero_centred and is_norm(named.name) else None,
+        )
+
+
+class _Known(NamedTuple):
+    """What was found out about a tensor; valid while the slot holds the same object of the same shape."""
+
+    tensor: weakref.ref[torch.Tensor]
+    shape: torch.Size
+    place: Place
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return self.shape == tensor.shape and self.tensor() is tensor
 
 
 def _plus_one(norm: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Megatron-core's tensors as boxes of Hugging Face's: one list of rules a tensor. Pure; needs neither torch nor megatron.
+"""Megatron-core's tensors as boxes of Hugging Face's: one list of rules a tensor. Needs neither torch nor megatron.
 
 Tensors go by their *global* names: layer numbers and expert ids count over all ranks, and the embedding that a last
-stage keeps for its output layer is called ``embedding.word_embeddings.weight`` there too. Names are those of megatron-core
-0.19 with and without Transformer Engine, of GPTModel and of HybridModel.
+stage keeps for its output layer is called ``embedding.word_embeddings.weight`` there too. Names are those of
+megatron-core 0.19 with and without Transformer Engine, of GPTModel and of HybridModel.
 
 Shapes are the trainer's own, whole, in the layout that ``megatron_shards`` reports: a gated fc1 is ``[2, I, H]``.
 """

@@ -29,6 +29,21 @@ class NamedLocal(NamedTuple):
     is_buffer: bool
 
 
+class Slot(NamedTuple):
+    """Where a module keeps a tensor, under its global name. What is in it may be replaced at any time."""
+
+    name: str
+    module: torch.nn.Module
+    attribute: str
+    is_buffer: bool
+
+    def now(self) -> NamedLocal:
+        kept = self.module._buffers if self.is_buffer else self.module._parameters
+        tensor = kept[self.attribute]
+        assert isinstance(tensor, torch.Tensor), f"{self.name} was taken out of the model"
+        return NamedLocal(self.name, tensor, self.is_buffer)
+
+
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """The GPTModel or HybridModel inside DistributedDataParallel, Float16Module and the like.
 
@@ -42,17 +57,27 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def named_tensors(model: torch.nn.Module, first_expert: int) -> Iterator[NamedLocal]:
-    """Parameters and persistent buffers of an unwrapped chunk. ``first_expert``: the global id of its expert 0."""
+def slots(model: torch.nn.Module, first_expert: int) -> Iterator[Slot]:
+    """Of an unwrapped chunk's parameters and persistent buffers, each tensor once.
+
+    ``first_expert`` is the global id of its expert 0. Modules are not asked for their ``state_dict``: routers change
+    the dtype of their bias when they are.
+    """
     layers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     tied = getattr(model, "share_embeddings_and_output_weights", False)
-    buffers = dict(_persistent_buffers(model))
-    for name, tensor in [*model.named_parameters(), *buffers.items()]:
-        if tied and name == "output_layer.weight":
-            name_out = EMBEDDING
-        else:
-            name_out = _global_name(name, layers, first_expert)
-        yield NamedLocal(name_out, tensor, name in buffers)
+    seen = set()
+    for path, module in model.named_modules():
+        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for attribute, tensor in [*module._parameters.items(), *persistent.items()]:
+            if tensor is None or tensor in seen:
+                continue
+            seen.add(tensor)
+            name = f"{path}.{attribute}" if path else attribute
+            if tied and name == "output_layer.weight":
+                name = EMBEDDING
+            else:
+                name = _global_name(name, layers, first_expert)
+            yield Slot(name, module, attribute, attribute in persistent)
 
 
 def hugging_face_layers(model: torch.nn.Module) -> dict[int, int] | None:
@@ -73,8 +98,8 @@ def hugging_face_layers(model: torch.nn.Module) -> dict[int, int] | None:
         elif symbol in _FEED_FORWARD:
             if number == 0 or symbols[number - 1] not in _ATTENTION:
                 raise ConfigError(
-                    f"hybrid_layer_pattern {pattern!r}: feed-forward layer {number} does not follow an attention layer, "
-                    "as it does in every model that the mapping knows"
+                    f"hybrid_layer_pattern {pattern!r}: feed-forward layer {number} does not follow an attention "
+                    "layer, as it does in every model that the mapping knows"
                 )
             layers[number] = attentions - 1
     return layers
@@ -86,14 +111,6 @@ def unique_layers(chunks: Iterable[torch.nn.Module]) -> None:
     twice = sorted({n for n in numbers if numbers.count(n) > 1})
     if twice:
         raise ConfigError(f"model chunks hold layers {twice} twice; build each chunk with its vp_stage")
-
-
-def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Not by ``state_dict``: routers change the dtype of their bias when asked for theirs."""
-    for path, module in model.named_modules():
-        for name, tensor in module.named_buffers(prefix=path, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, tensor
 
 
 def _global_name(name: str, layers: dict[int, int], first_expert: int) -> str:

@@ -25,41 +25,41 @@ class Axis(NamedTuple):
     size: int
 
 
-class LocalBox(NamedTuple):
-    """A view of a local tensor, and where it lies in the whole one: ``shape`` of that, ``offset`` of the view's start."""
+class Place(NamedTuple):
+    """Where a local tensor lies in the whole one: that one's ``shape``, the part's ``offset``; a gated one is split."""
 
-    view: torch.Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    gated: bool
 
 
-def local_box(
-    held: NamedLocal, *, tensor_axis: Axis, expert_axis: Axis, gated: bool, data: torch.Tensor | None = None
-) -> LocalBox:
-    """Place a rank's tensor. ``tensor_axis`` is its place in the tensor-parallel group, ``expert_axis`` in that of experts.
-
-    ``data``: where its elements are now, if not in its own memory.
+def place_of(held: NamedLocal, *, tensor_axis: Axis, expert_axis: Axis, gated: bool) -> Place:
+    """Place a rank's tensor. ``tensor_axis`` is its place in the tensor-parallel group, ``expert_axis`` in experts'.
 
     Raises ConfigError naming a tensor whose memory or partition this cannot describe.
     """
-    tensor = held.tensor.detach() if data is None else data
-    _check_plain(held.name, held.tensor)
+    tensor = held.tensor
+    _check_plain(held.name, tensor)
     is_gated = gated and _FC1.search(held.name) is not None
-    if is_gated:
-        tensor = tensor.unflatten(0, (2, -1))
-    if not getattr(held.tensor, "tensor_model_parallel", False):
-        return LocalBox(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
-    stride = getattr(held.tensor, "partition_stride", 1)
+    shape = [2, tensor.shape[0] // 2, *tensor.shape[1:]] if is_gated else list(tensor.shape)
+    offset = [0] * len(shape)
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return Place(tuple(shape), tuple(offset), is_gated)
+    stride = getattr(tensor, "partition_stride", 1)
     if stride != 1 and not (is_gated and stride == 2):
         raise ConfigError(f"{held.name} has partition_stride {stride}; only a gated fc1 may have one", tensor=held.name)
+    if is_gated and tensor.partition_dim != 0:
+        raise ConfigError(f"{held.name} is gated, but cut along dim {tensor.partition_dim}", tensor=held.name)
     axis = expert_axis if ".mlp.experts." in held.name else tensor_axis
-    dim = held.tensor.partition_dim + is_gated
-    if is_gated and held.tensor.partition_dim != 0:
-        raise ConfigError(f"{held.name} is gated, but cut along dim {held.tensor.partition_dim}", tensor=held.name)
-    shape, offset = list(tensor.shape), [0] * tensor.ndim
+    dim = tensor.partition_dim + is_gated
     offset[dim] = axis.rank * shape[dim]
     shape[dim] *= axis.size
-    return LocalBox(tensor, tuple(shape), tuple(offset))
+    return Place(tuple(shape), tuple(offset), is_gated)
+
+
+def view_of(data: torch.Tensor, place: Place) -> torch.Tensor:
+    """The local tensor's memory with the dims of its place."""
+    return data.unflatten(0, (2, -1)) if place.gated else data
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
