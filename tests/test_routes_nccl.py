@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.fakes.engine import DISTRIBUTED, FakeEngine
+from tests.fakes.engine import DISTRIBUTED, UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
-from tests.test_session import SHAPES, World, assert_serves, engine, served
+from tests.test_session import World, assert_serves, engine, served
 from weightsync import groups, routes_nccl
-from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError, WeightSyncError
+from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError
 from weightsync.transports.sender import Nursery
 
 class Shared:
@@ -188,15 +188,29 @@ def test_a_stalled_engine_is_given_up_in_time_fenced_and_healed_by_the_next_push
 
 
 @pytest.mark.parametrize("kind", [stock, engine])
-def test_a_killed_sender_fails_the_push_and_the_next_one_makes_a_new_group(world, kind, nursery):
+def test_a_sender_killed_between_pushes_is_replaced(world, kind, nursery):
     one = world(kind(2))
     one.push(1)
-    for pid in children(nursery):
+    before = children(nursery)
+    for pid in before:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(TransferError, match="sender process"):
-        one.session.push(_next(one, 2))
-    report = one.push(3)
-    assert report.engines[0].state == "serving"
+    one.push(2)
+    assert_serves(one.engines[0], one.tensors, 2)
+    assert children(nursery) and not children(nursery) & before
+
+
+@pytest.mark.parametrize(("kind", "path"), [(stock, DISTRIBUTED), (engine, UPDATE)])
+def test_a_sender_killed_in_the_middle_fences_the_engine_and_the_next_push_heals_it(world, kind, path, nursery):
+    one = world(kind(2))
+    one.push(1)
+    one.engines[0].misbehave(path, "slow", at=2 if kind is stock else 1, seconds=2.0)
+    killing = threading.Timer(1.0, lambda: [os.kill(pid, signal.SIGKILL) for pid in children(nursery)])
+    killing.start()
+    with pytest.raises(TransferError, match="sender process") as caught:
+        one.push(2)
+    killing.join()
+    assert caught.value.report[0]["state"] == "fenced" and one.engines[0].paused
+    one.push(3)
     assert_serves(one.engines[0], one.tensors, 3)
 
 
@@ -272,15 +286,3 @@ def test_two_runs_on_one_host_at_once(world):
         thread.join(timeout=60)
     for run in runs:
         assert_serves(run.engines[0], run.tensors, 1)
-
-
-def _next(one: World, step: int):
-    from weightsync.spec import PushRequest
-
-    one.train(step)
-    return PushRequest(step=step)
-
-
-def test_shapes_of_the_fake_are_all_pushed():
-    assert set(SHAPES) == set(served(engine(1, receiver=False)))
-    assert issubclass(EngineLost, WeightSyncError)

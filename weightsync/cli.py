@@ -88,8 +88,21 @@ def demo(
 
 
 @app.command()
-def plan(config: ConfigArgument = None, publishers: PublishersOption = None, connect: ConnectOption = "") -> None:
+def plan(
+    config: ConfigArgument = None,
+    publishers: PublishersOption = None,
+    connect: ConnectOption = "",
+    topology: Annotated[
+        Path | None, typer.Option(help="A made-up cluster in YAML: what a push would cost on it, link by link.")
+    ] = None,
+) -> None:
     """Show what a push would move, by which route, and what is not covered. Moves nothing."""
+    if topology is not None:
+        from weightsync import topology as topologies
+
+        with errors_end_it():
+            print(topologies.explain(topologies.load_topology(topology)), end="")
+        return
     with errors_end_it(), _session(config, publishers, connect) as sync:
         print(sync.plan().explain())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.fakes.groups import Groups
@@ -195,8 +196,13 @@ class FakeEngine:
             raise Killed(f"{len(payloads)} payloads for {self.tp_size} ranks")
         if load_format not in (None, "flattened_bucket", *self.loaders):
             raise Killed(f"unknown load_format {load_format!r}")
-        for model, payload in zip(self.models, payloads, strict=False):
-            load_into(model, open_payload(payload), load_format)
+        with ThreadPoolExecutor(max(1, len(self.models))) as ranks:  # at once, like processes that wait for each other
+            loads = [
+                ranks.submit(lambda model, payload: load_into(model, open_payload(payload), load_format), model, payload)
+                for model, payload in zip(self.models, payloads, strict=False)
+            ]
+        for load in loads:
+            load.result()
         if isinstance(body.get("weight_version"), str):
             self.weight_version = body["weight_version"]
         return 200, {"success": True, "message": "Success"}

@@ -27,6 +27,7 @@ from weightsync.errors import TransferError, WeightSyncError
 from weightsync.rpc import Client, Server
 
 _PR_SET_PDEATHSIG = 1
+_GONE_S = 5.0
 
 
 class Nursery:
@@ -99,12 +100,13 @@ class SenderProcess:
     def kill(self) -> None:
         """End it at once, whatever it is doing. Idempotent."""
         with self._lock:
-            if self._handle >= 0:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-                select.select([self._handle], [], [], 5.0)
-                os.close(self._handle)
-                self._handle = -1
+            handle, self._handle = self._handle, -1
+        if handle < 0:
+            return  # whoever was first closes the client: two at once would wait for each other
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        select.select([handle], [], [], _GONE_S)
+        os.close(handle)
         self._client.close()
 
 
