@@ -142,6 +142,7 @@ class Offer:
             if outlet is not None:
                 if mark.event is not None:
                     mark.event.synchronize()
+                self._check_unwritten(step, self._reader.swapped())
                 watch = Watch(held, self._steps)
                 outlet.fill(held)
                 fingerprints = published_fingerprints(outlet.views, regions)

@@ -178,6 +178,13 @@ def swapped_weights(chunk, publisher) -> None:
     model.load_state_dict(reference, strict=False)
     refused(client, 100, regions)
 
+    for group in chunk.buffers:
+        publisher.step_done(101)
+        kept = group.param_data.clone()
+        group.param_data.add_(1)  # past the version counters of all parameters
+        refused(client, 101, regions)
+        group.param_data.copy_(kept)
+
     publisher.step_done(101)
     publish(client, 101, regions)
     model.decoder.final_layernorm.weight.data.add_(1)  # past the version counters, as optimizers do

@@ -56,6 +56,10 @@ class Reader(Protocol):
         """Finish what the trainer still has under way with its weights. In the training thread, by every rank."""
         ...
 
+    def swapped(self) -> list[str]:
+        """Names of tensors seen to hold other values than when ``settle`` ended, as far as a small sample shows it."""
+        ...
+
     def read(self) -> list[Held]:
         """Every tensor of the model as it is now, in a stable order, each name once. Copies nothing."""
         ...

@@ -66,6 +66,10 @@ class DTensorReader:
     def settle(self) -> None:
         """Nothing: FSDP2 has gathered or resharded parameters, never half of them."""
 
+    def swapped(self) -> list[str]:
+        """None: what DTensor trainers write through raises version counters, or is an optimizer's step."""
+        return []
+
     def read(self) -> list[Held]:
         entries = list(_entries(self._source))
         names = [raw for raw, _, _ in entries]

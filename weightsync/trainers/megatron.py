@@ -23,7 +23,7 @@ from weightsync.spec import Rule
 from weightsync.trainers import Held
 from weightsync.trainers.megatron_mapping import FAMILIES, Model, is_norm, rules_for
 from weightsync.trainers.megatron_names import NamedLocal, Slot, hugging_face_layers, slots, unique_layers, unwrap
-from weightsync.trainers.megatron_params import Gathers, host_copies
+from weightsync.trainers.megatron_params import Gathers, Samples, host_copies
 from weightsync.trainers.megatron_shards import Axis, Place, place_of, view_of
 
 
@@ -71,6 +71,7 @@ class MegatronReader:
         self._axes: dict[str, tuple[Axis, Axis]] = {}
         self._slots = list(self._find_slots())
         self._known: dict[str, _Known] = {}
+        self._samples: Samples | None = None
 
     def settle(self) -> None:
         """Finish parameter all-gathers that would overlap with the next forward; reload what is offloaded, if so asked.
@@ -80,6 +81,12 @@ class MegatronReader:
         if self._options.offloaded == "reload":
             self._gathers.reload()
         self._gathers.finish()
+        self._samples = Samples(self._wrapped)
+
+    def swapped(self) -> list[str]:
+        """Names of some parameters that held other values when settled. Sees only those in the optimizer's buffers."""
+        different = {id(p) for p in self._samples.different()} if self._samples is not None else set()
+        return [slot.name for slot in self._slots if id(slot.now().tensor) in different] if different else []
 
     def read(self) -> list[Held]:
         """Every parameter and persistent buffer, by global name, in the trainer's own memory.

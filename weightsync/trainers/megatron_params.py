@@ -15,6 +15,9 @@ from torch import nn
 from weightsync.errors import TransferError
 from weightsync.trainers.megatron_names import NamedLocal
 
+_SAMPLED = 8192  # elements of a buffer
+_NAMED = 5  # parameters are enough for an error
+
 
 class Gathers:
     """The pending all-gathers of a rank's wrapped chunks. Chunks without Megatron's buffers have none."""
@@ -45,6 +48,45 @@ class Gathers:
             for buffer in _buffers(chunk):
                 if _is_offloaded(buffer):
                     buffer.reload_from_cpu(move_params=True, move_grads=False)
+
+
+class Samples:
+    """A few thousand elements of every parameter buffer at one moment, to notice later that other weights are there.
+
+    Writes through ``parameter.data`` raise no version counter: optimizers write so, and loops that swap reference
+    weights in. Only the distributed optimizer keeps parameters in buffers; without it there is nothing to sample.
+    """
+
+    def __init__(self, chunks: Iterable[nn.Module]) -> None:
+        self._taken = [
+            (buffer, _sample(buffer))
+            for chunk in filter(None, map(_data_parallel, chunks))
+            for buffer in _buffers(chunk)
+            if buffer.param_data is not None and buffer.param_data.untyped_storage().nbytes()
+        ]
+
+    def different(self) -> list[nn.Parameter]:
+        """Parameters that hold other values now; not all of them, but some if any sampled element differs."""
+        found: dict[int, nn.Parameter] = {}
+        for buffer, before in self._taken:
+            if not buffer.param_data.untyped_storage().nbytes():
+                continue  # offloaded since
+            elements = (_sample(buffer) != before).nonzero().view(-1) * _every(buffer)
+            for element in elements.tolist():
+                found |= {id(p): p for p, (start, end, _) in buffer.param_index_map.items() if start <= element < end}
+                if len(found) >= _NAMED:
+                    break
+        return list(found.values())
+
+
+def _every(buffer: Any) -> int:
+    return max(1, buffer.param_data.numel() // _SAMPLED)
+
+
+def _sample(buffer: Any) -> torch.Tensor:
+    """Bits, so that NaN equals itself."""
+    picked = buffer.param_data.view(-1)[:: _every(buffer)].clone()
+    return picked.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[picked.element_size()])
 
 
 def host_copies(chunks: Iterable[nn.Module], offloaded: str) -> Callable[[NamedLocal], torch.Tensor]:
