@@ -13,10 +13,14 @@ import torch
 from torch import nn
 
 from tests.fakes.megatron import Chunk, Group, Wrapper, parameter
+from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
+from weightsync.publisher import ExportRequest, Publisher, PublishRequest, SealRequest
+from weightsync.rpc import Client
 from weightsync.sources import Sources, map_sources
-from weightsync.spec import Shard
+from weightsync.spec import Export, Published, Sealed, Shard, SourceRegion, View
 from weightsync.trainers import Held, megatron
+from weightsync.transports import shm
 
 OPTIONS = {"model_type": "qwen3", "vocab_size": 101}
 LAYER = "decoder.layers.0."
@@ -215,6 +219,31 @@ def test_zero_centred_norms_are_published_plus_one_and_nothing_else_is() -> None
         assert torch.equal(published[name], tensor if "fc2" in name else tensor + 1)
         assert published[name].dtype == tensor.dtype
         assert torch.equal(tensors[name], tensor)
+
+
+def test_a_publisher_shows_zero_centred_norms_computed_and_sees_them_change() -> None:
+    norm = parameter(torch.tensor([0.25, -0.5, 0.0]))
+    chunk = Chunk({"decoder.final_layernorm.weight": norm}, layernorm_zero_centered_gamma=True)
+    deadline = Deadline(30.0, "test")
+    with Publisher([chunk], rank=0, world_size=1, trainer="megatron", trainer_options=OPTIONS) as publisher:
+        client = Client(publisher.address)
+        request = ExportRequest(transport="shm", dtypes={"decoder.final_layernorm.weight": "bfloat16"}, in_place=True)
+        export = client.call("export", request, deadline=deadline, returns=Export)
+        (shard,) = export.shards
+        regions = [SourceRegion(shard.box, View(0, 0, shard.strides))]
+        publisher.step_done(1)
+        published = client.call("publish", PublishRequest(1, regions, 10.0), deadline=deadline, returns=Published)
+        memory = shm.open_segment(export.segments[0])
+        shown = memory.tensor[shard.byte_offset : shard.byte_offset + 6].view(torch.bfloat16).clone()
+        memory.close()
+        sealed = client.call("seal", SealRequest(1, regions), deadline=deadline, returns=Sealed)
+        norm.data.add_(1)
+        changed = client.call("seal", SealRequest(1, regions), deadline=deadline, returns=Sealed)
+        client.close()
+
+    assert shown.tolist() == [1.25, 0.5, 1.0]
+    assert (sealed.changed, sealed.fingerprints) == ([], published.fingerprints)
+    assert changed.changed == ["decoder.final_layernorm.weight"]
 
 
 # ------------------------------------------------------------------------------------------------- refused by name
