@@ -29,7 +29,7 @@ export PYTHONPATH=$PREFIX/ray
 trainer_path=$PREFIX/ray
 case " $* " in *" automodel "*) trainer_path=$PREFIX/trainer ;; esac
 
-nvidia-smi --query-gpu=index,name,uuid,memory.used --format=csv
+nvidia-smi --query-gpu=index,name,uuid,memory.used --format=csv || true
 exec timeout --kill-after=20 "$LIMIT_S" python3 -m benchmarks.refit_latency \
   --out "$OUT" --engine-pythonpath "$PREFIX/engine" --trainer-pythonpath "$trainer_path" \
   ${COMMIT:+--commit "$COMMIT"} $([ -f .gpu/COMMIT ] && echo --commit "$(cat .gpu/COMMIT)") "$@"

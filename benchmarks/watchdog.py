@@ -18,11 +18,12 @@ TIMED_OUT = 124
 def run(command: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None) -> int:
     """Run ``command`` with this process's output; its exit status, or TIMED_OUT.
 
-    Whatever way it ends, its descendants are killed, those in sessions of their own as well: this process becomes the
-    parent of orphans among them.
+    Whatever way it ends, and when this process is told to (SIGTERM), its descendants are killed, those in sessions of
+    their own as well: this process becomes the parent of orphans among them. To be called in the main thread.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = set(_children(os.getpid()))
+    told = signal.signal(signal.SIGTERM, _exit)
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         return process.wait(timeout=timeout_s)
@@ -31,6 +32,11 @@ def run(command: Sequence[str], *, timeout_s: float, env: dict[str, str] | None 
     finally:
         _kill_descendants(before)
         process.wait()
+        signal.signal(signal.SIGTERM, told)
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _kill_descendants(spared: set[int], timeout_s: float = 20.0) -> None:
