@@ -66,12 +66,12 @@ class Group:
         receiving.result()
 
     def close(self) -> None:
-        """Take the group apart on both sides."""
-        leaving = _Call(self._engine, "/destroy_weights_update_group", {"group_name": NAME})
-        leaving.result()
+        """Take the group apart on both sides at once, since each may wait for the other."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        leaving = _Call(self._engine, "/destroy_weights_update_group", {"group_name": NAME})
         dist.destroy_process_group(self.group)
+        leaving.result()
 
 
 class _Call:
