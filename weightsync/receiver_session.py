@@ -161,6 +161,8 @@ class ReceiverSession:
             kind, error = e.kind, str(e)
         except Exception as e:  # whatever it is, it must reach the actor and not SGLang
             kind, error = "failed", f"{type(e).__name__}: {e}"
+        if kind:
+            self._membership.leave()  # so that senders and other ranks do not wait for this one
         self._log.end(
             wire.PullResult(
                 push_id=command.push_id,

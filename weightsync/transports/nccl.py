@@ -20,6 +20,7 @@ This file is the wire between actor and sender, and the sender's end.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from typing import Any
 
@@ -103,6 +104,10 @@ class Sender:
     def versions(self) -> dict[str, str]:
         """Of the libraries here; ``host`` is this machine's name."""
         return library_versions() | {"nccl": nccl_version(), "host": socket.gethostname()}
+
+    def settings(self) -> dict[str, str]:
+        """What NCCL is told by environment variables here: it must fit what the engine is told."""
+        return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
     def listen(self, request: Listen) -> int:
         """Bind a port for the rendezvous, before anybody is told of it."""

@@ -28,6 +28,8 @@ Transfers = Sequence[tuple[int, torch.Tensor]]
 _BACKLOG = 1024
 _NEVER = timedelta(days=30)
 _POLL_S = 50e-6
+_EARLY_S = 0.1
+"""Gloo counts in milliseconds of its own: what fails so shortly before the deadline has reached it."""
 
 
 def listen(host: str, timeout_s: float) -> tuple[TCPStore, int]:
@@ -161,7 +163,7 @@ class Group:
         try:
             yield
         except RuntimeError as e:
-            if deadline is not None and deadline.passed():
+            if deadline is not None and deadline.remaining_s() < _EARLY_S:
                 raise deadline.error(f"group {self.name}: {doing}") from e
             raise TransferError(f"group {self.name}: {doing}: {_first_line(e)}") from e
 

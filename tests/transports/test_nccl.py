@@ -1,0 +1,279 @@
+"""Groups alone: the rendezvous, what ends a wait, how slices are packed, and what senders leave behind."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.boxes import volume
+from weightsync.deadline import Deadline
+from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
+from weightsync.errors import ConfigError, TransferError, TransferTimeout
+from weightsync.spec import Box, Copy, Shard, TensorSpec, View
+from weightsync.transports import bucket, nccl, shm
+from weightsync.transports.exchange import streams
+from weightsync.transports.rendezvous import connect, listen
+from weightsync.transports.sender import Nursery, SenderProcess
+
+CPU = torch.device("cpu")
+
+
+def soon(seconds: float = 60.0) -> Deadline:
+    return Deadline(seconds, "test")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    one = Nursery()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def sender(nursery: Nursery) -> Iterator[SenderProcess]:
+    one = nursery.start("", {}, soon())
+    yield one
+    one.kill()
+
+
+def pair(sender: SenderProcess, name: str, *, timeout_s: float = 20.0) -> nccl.Group:
+    """``sender`` as rank 0 and this process as rank 1, made as an engine's receiver makes it."""
+    port = sender.call("listen", nccl.Listen("127.0.0.1", timeout_s), deadline=soon(), returns=int)
+    joins = [nccl.Join(name, "127.0.0.1", port, rank, 2, "gloo", timeout_s) for rank in range(2)]
+    other = threading.Thread(target=lambda: sender.call("join", joins[0], deadline=soon()))
+    other.start()
+    group = nccl.join(joins[1], CPU, in_engine=True)
+    other.join()
+    return group
+
+
+# ------------------------------------------------------------------------------------------------- the rendezvous
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_the_port_is_bound_before_anybody_is_told_of_it(host):
+    store, port = listen(host, 5.0)
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+    theirs = connect("127.0.0.1", port, 5.0)
+    theirs.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_two_at_once_have_ports_of_their_own():
+    (one, first), (other, second) = listen("127.0.0.1", 5.0), listen("127.0.0.1", 5.0)
+    assert first != second
+    one.set("key", "one")
+    assert not other.check(["key"])
+
+
+def test_a_host_that_is_not_ours_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"cannot listen on host '192\.0\.2\.1'"):
+        listen("192.0.2.1", 5.0)
+
+
+def test_nobody_there_says_what_was_tried():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(TransferError, match=f"no rendezvous at 127.0.0.1:{port} within 1 s"):
+        connect("127.0.0.1", port, 1.0)
+
+
+def test_a_member_that_never_comes_is_waited_for_until_the_deadline(sender):
+    port = sender.call("listen", nccl.Listen("127.0.0.1", 1.0), deadline=soon(), returns=int)
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="group lonely"):
+        sender.call("join", nccl.Join("lonely", "127.0.0.1", port, 0, 2, "gloo", 1.0), deadline=soon())
+    assert time.monotonic() - started < 10
+
+
+# ---------------------------------------------------------------------------------------------------- collectives
+
+
+def test_a_broadcast_and_a_greeting_arrive(sender):
+    group = pair(sender, "arrive")
+    memory = shm.allocate(1000)
+    memory.tensor.copy_(torch.arange(1000) % 251)
+    sent = threading.Thread(
+        target=lambda: sender.call("broadcast", nccl.Broadcast(memory.segment, 700, 20.0), deadline=soon())
+    )
+    sent.start()
+    got = torch.zeros(700, dtype=torch.uint8)
+    group.broadcast(got, soon(20))
+    sent.join()
+    assert torch.equal(got, memory.tensor[:700])
+    greeting = threading.Thread(target=lambda: sender.call("greet", nccl.Greet([1], 20.0), deadline=soon()))
+    greeting.start()
+    byte = torch.zeros(1, dtype=torch.uint8)
+    group.finish(group.start([], [(0, byte)]), soon(20))
+    greeting.join()
+    assert byte.item() == 1
+    memory.close()
+
+
+def test_a_sender_that_sends_nothing_is_given_up_at_the_deadline(sender):
+    group = pair(sender, "silent")
+    started = time.monotonic()
+    with pytest.raises(TransferTimeout, match="group silent: broadcast: no answer within 1 s"):
+        group.broadcast(torch.zeros(8, dtype=torch.uint8), soon(1.0))
+    assert time.monotonic() - started < 5
+    group.abort()
+    with pytest.raises(TransferError, match="was given up"):
+        group.broadcast(torch.zeros(8, dtype=torch.uint8), soon(1.0))
+
+
+def test_a_killed_sender_is_noticed_at_once(sender):
+    group = pair(sender, "killed")
+    threading.Timer(0.5, sender.kill).start()
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="group killed: exchange"):
+        group.finish(group.start([], [(0, torch.zeros(8, dtype=torch.uint8))]), soon(30.0))
+    assert time.monotonic() - started < 10
+
+
+def test_a_name_can_be_used_again_after_an_abort(nursery):
+    for _ in range(2):
+        sender = nursery.start("", {}, soon())
+        pair(sender, "again").abort()
+        sender.kill()
+
+
+# -------------------------------------------------------------------------------------------------------- senders
+
+
+def test_killing_one_ends_its_call_and_no_other_sender(nursery, sender):
+    other = nursery.start("", {}, soon())
+    port = sender.call("listen", nccl.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
+    threading.Timer(0.5, sender.kill).start()
+    with pytest.raises(TransferError, match="sender process"):
+        sender.call("join", nccl.Join("x", "127.0.0.1", port, 0, 2, "gloo", 30.0), deadline=soon())
+    assert not sender.alive and other.alive
+    assert other.call("versions", deadline=soon())["host"] == socket.gethostname()
+    other.kill()
+    other.kill()
+
+
+def test_senders_end_with_their_nursery():
+    own = Nursery()
+    sender = own.start("", {}, soon())
+    own.close()
+    for _ in range(100):
+        if not sender.alive:
+            break
+        time.sleep(0.05)
+    assert not sender.alive and not own.alive
+    with pytest.raises(TransferError):
+        own.start("", {}, soon())
+    sender.kill()
+
+
+def test_a_sender_has_the_engines_settings(nursery):
+    sender = nursery.start("", {"NCCL_CUMEM_ENABLE": "0", "PATH": "/nowhere"}, soon())
+    settings = sender.call("settings", deadline=soon())
+    assert settings["NCCL_CUMEM_ENABLE"] == "0" and "PATH" not in settings
+    sender.kill()
+
+
+def test_an_unknown_gpu_is_an_error_and_not_a_wait(nursery):
+    with pytest.raises(TransferError, match="no sender could be started"):
+        nursery.start("GPU-none", {}, soon())
+
+
+def test_versions_must_be_equal_and_both_are_named():
+    nccl.check_same_nccl("2.30.7", "2.30.7", url="http://e")
+    nccl.check_same_nccl("", "2.30.7", url="http://e")
+    with pytest.raises(ConfigError, match=r"NCCL 2\.28\.9 .* NCCL 2\.30\.7") as caught:
+        nccl.check_same_nccl("2.28.9", "2.30.7", url="http://e")
+    assert caught.value.engine == "http://e"
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [((0, 5, 8), ""), ((0, 5, 9), "2.27.5"), ((0, 5, 17), "2.28.9"), ((0, 5, 23), "2.30.7"), ((0, 6, 0), "")],
+)
+def test_what_an_sglang_is_installed_with(version, expected):
+    assert nccl_of(version) == expected
+
+
+def test_variables_follow_what_the_engine_sets():
+    assert nccl_variables({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert nccl_variables({"enable_symm_mem": True}) == {"NCCL_CUMEM_ENABLE": "1"}
+    assert nccl_variables({"enable_nccl_nvls": True}) == {"NCCL_CUMEM_ENABLE": "0"}
+    sharded = {"enable_kv_cache_sharding": True, "nnodes": 1}
+    assert nccl_variables(sharded)["NCCL_CUMEM_ENABLE"] == "1"
+    assert nccl_variables(sharded | {"nnodes": 2})["NCCL_CUMEM_ENABLE"] == "0"
+
+
+# -------------------------------------------------------------------------------------------------------- packing
+
+DTYPES = ["float32", "bfloat16", "uint8"]
+
+
+@st.composite
+def copies(draw) -> tuple[list[Copy], dict[int, list[Shard]]]:
+    ranks = draw(st.integers(1, 4))
+    shards: dict[int, list[Shard]] = {rank: [] for rank in range(ranks)}
+    made = []
+    for number in range(draw(st.integers(0, 20))):
+        rank, size = draw(st.integers(0, ranks - 1)), tuple(draw(st.lists(st.integers(1, 6), max_size=2)))
+        box = Box((0,) * len(size), size)
+        shards[rank].append(Shard(f"t{number}", size, draw(st.sampled_from(DTYPES)), box, (1,) * len(size)))
+        view = View(len(shards[rank]) - 1, 0, (1,) * len(size))
+        made.append(Copy(f"t{number}", box, rank, view, view))
+    return made, shards
+
+
+@given(copies(), st.integers(1, 200), st.integers(1, 3))
+def test_every_copy_travels_once_in_order_aligned_and_within_the_limit(given_copies, limit, num_senders):
+    made, shards = given_copies
+    senders = {rank: rank % num_senders for rank in shards}
+    planned = streams(made, shards, senders, limit)
+    assert set(planned) == set(senders.values())
+    for number, chunks in planned.items():
+        sent = [copy for chunk in chunks for copy, _ in chunk.parts]
+        assert sent == [copy for copy in made if senders[copy.rank] == number]
+        for chunk in chunks:
+            assert chunk.nbytes <= limit or len(chunk.parts) == 1
+            end = 0
+            for copy, start in chunk.parts:
+                itemsize = getattr(torch, shards[copy.rank][copy.source.storage].dtype).itemsize
+                assert start % 16 == 0 and start >= end
+                end = start + volume(copy.box) * itemsize
+            assert end == chunk.nbytes
+
+
+@given(copies(), st.integers(1, 200))
+def test_a_sender_that_knows_only_its_own_copies_packs_the_same(given_copies, limit):
+    made, shards = given_copies
+    senders = {rank: rank % 2 for rank in shards}
+    planned = streams(made, shards, senders, limit)
+    for number, chunks in planned.items():
+        own = {rank: parts for rank, parts in shards.items() if senders[rank] == number}
+        mine = [copy for copy in made if copy.rank in own]
+        assert streams(mine, own, dict.fromkeys(own, 0), limit)[0] == chunks
+
+
+any_tensors = st.lists(
+    st.tuples(st.lists(st.integers(0, 5), max_size=3).map(tuple), st.sampled_from(["float32", "bfloat16", "uint8"])),
+    max_size=30,
+).map(lambda items: [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(items)])
+
+
+@given(any_tensors, st.integers(1, 300))
+def test_buckets_for_a_reader_without_offsets_have_no_gaps(tensors, limit):
+    buckets = bucket.without_gaps(tensors, limit)
+    assert sorted(e.tensor.name for b in buckets for e in b.entries) == sorted(t.name for t in tensors)
+    for one in buckets:
+        end = 0
+        for entry in one.entries:
+            assert entry.start == end and entry.start % getattr(torch, entry.tensor.dtype).itemsize == 0
+            end = entry.end
+        assert end == one.nbytes and (one.nbytes <= limit or len(one.entries) == 1)
