@@ -89,6 +89,7 @@ def _job(scenario: Scenario, file: Path, folder: Path, arguments: argparse.Names
         engine=Interpreter(arguments.engine_python, arguments.engine_pythonpath),
         commit=arguments.commit or head_commit(),
         threads=arguments.threads,
+        engine_env=arguments.engine_env,
     )
 
 
@@ -115,6 +116,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=10, help="pushes a setting, after 2 that do not count")
     parser.add_argument("--actor", choices=("inline", "ray"), default="inline")
     parser.add_argument("--engine-python", default="")
+    parser.add_argument("--engine-env", default="sglang_cpu", help="of an engine on a CPU: sglang_cpu_legacy")
     parser.add_argument("--engine-pythonpath", type=paths, default=[])
     parser.add_argument("--trainer-python", default="")
     parser.add_argument("--trainer-pythonpath", type=paths, default=[])

@@ -27,7 +27,10 @@ from weightsync.versions import library_versions
 
 
 class Job(Struct):
-    """A scenario on a machine. ``device``: ``cuda`` or ``cpu``; ``out``: the rows file; ``logs``: a folder."""
+    """A scenario on a machine. ``device``: ``cuda`` or ``cpu``; ``out``: the rows file; ``logs``: a folder.
+
+    ``engine`` is where an engine on GPUs runs, ``engine_env`` the environment of one on a CPU.
+    """
 
     scenario: Scenario
     device: str
@@ -38,6 +41,7 @@ class Job(Struct):
     engine: Interpreter
     commit: str
     threads: int = 1
+    engine_env: str = "sglang_cpu"
 
 
 def run(job: Job) -> Bench:
@@ -86,7 +90,9 @@ def _engine(job: Job, folder: Path) -> LocalEngine:
     model = models.write_config(folder / "model", shape)
     if job.device == "cpu":
         args = ["--load-format", "dummy", "--skip-tokenizer-init"]
-        return LocalEngine(model, tp_size=scenario.tp, dtype=scenario.engine_dtype, args=args, log=log)
+        return LocalEngine(
+            model, env=job.engine_env, tp_size=scenario.tp, dtype=scenario.engine_dtype, args=args, log=log
+        )
     return GpuEngine(
         model,
         interpreter=job.engine,
