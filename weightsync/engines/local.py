@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -94,10 +95,15 @@ class LocalEngine:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that was free a moment ago, below those that the kernel hands out by itself.
+
+    SGLang 0.5.12 adds 10 000 to it for a second port, so it must be well below 55 536.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _command(model: str | Path, dtype: str, port: int) -> list[str]:
