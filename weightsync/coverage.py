@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -42,9 +43,9 @@ def check_layout(layout: Layout, constants: Iterable[str], proved: dict) -> list
     writes: list[list[Write]] = [[] for _ in layout.params]
     for need in layout.needs:
         view = need.view
-        writes[view.storage].append((view.offset, view.strides, need.box.size))
+        writes[view.storage].append(Write(view.offset, view.strides, need.box.size))
     for fill in layout.fills:
-        writes[fill.view.storage].append((fill.view.offset, fill.view.strides, fill.size))
+        writes[fill.view.storage].append(Write(fill.view.offset, fill.view.strides, fill.size))
     free = {*layout.constants, *layout.derived, *layout.opaque}
     patterns = [re.compile(p) for p in constants]
     holes = []
@@ -92,7 +93,7 @@ def _shape_by_strides(numel: int, writes: Sequence[Write]) -> tuple[int, ...]:
     """The shape of ``numel`` elements whose row-major strides are those in use; () if they do not nest."""
     steps = {1, *(s for w in writes for s, n in zip(w.strides, w.size) if n > 1)}
     ordered = [numel, *sorted(steps, reverse=True)]
-    pairs = list(zip(ordered, ordered[1:]))
+    pairs = list(pairwise(ordered))
     if any(inner < 1 or outer % inner for outer, inner in pairs):
         return ()
     return tuple(outer // inner for outer, inner in pairs)

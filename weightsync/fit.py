@@ -96,7 +96,8 @@ def _homeless(sources: Sources, readers: list[Reader]) -> tuple[list[str], list[
     by_engine: dict[str, list[Layout]] = defaultdict(list)
     for reader in readers:
         by_engine[reader.engine].append(reader.layout)
-    homeless, unread_buffers = list(sources.unmapped), []
+    homeless = list(sources.unmapped)
+    unread_buffers: list[str] = []
     for layouts in by_engine.values():
         needed = {need.tensor for layout in layouts for need in layout.needs}
         ignored = set.intersection(*(set(layout.ignored) for layout in layouts))
@@ -132,7 +133,8 @@ def _unknown_needs(sources: Sources, readers: list[Reader]) -> list[str]:
 
 
 def _holes(readers: list[Reader], constants: Iterable[str]) -> list[str]:
-    constants, proved = list(constants), {}
+    constants = list(constants)
+    proved: dict = {}
     by_hole: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for engine, layout in readers:
         for hole in check_layout(layout, constants, proved):

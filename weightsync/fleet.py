@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -76,7 +77,7 @@ class Progress:
 
 
 class EngineLink:
-    """One engine. ``state``: serving, fenced or lost; ``held``: we paused it and it must not serve before a full push."""
+    """One engine. ``state``: serving, fenced or lost; ``held``: paused by us, must not serve before a full push."""
 
     def __init__(self, engine: EngineConfig, config: Config) -> None:
         self.url = engine.url.rstrip("/")
@@ -145,7 +146,7 @@ class EngineLink:
             fanout.close()
 
     def is_attached(self) -> bool:
-        """True while the engine is the process that was attached. A stock engine is known by its weight version only."""
+        """True while it is the process that was attached. A stock engine is known by its weight version only."""
         deadline = Deadline(PING_S, f"asking the receivers of {self.url}")
         try:
             if not self._receivers:
@@ -158,10 +159,8 @@ class EngineLink:
     def detach(self) -> None:
         """Let the receivers unmap the trainer's memory; best effort, since the engine may be gone."""
         for receiver in self._receivers:
-            try:
+            with contextlib.suppress(WeightSyncError):
                 receiver.call("detach", deadline=Deadline(PING_S, f"detaching from {self.url}"))
-            except WeightSyncError:
-                pass
             receiver.close()
         self._receivers, self.layouts, self._boot_ids = [], [], []
 
@@ -264,14 +263,19 @@ class EngineLink:
                 engine=self.url,
             )
         if wanted == "auto":
-            return (pulls, f"route {pulls}: the engine has our receiver") if has else (
-                "bucket",
-                "route bucket: a stock engine without our receiver",
+            return (
+                (pulls, f"route {pulls}: the engine has our receiver")
+                if has
+                else (
+                    "bucket",
+                    "route bucket: a stock engine without our receiver",
+                )
             )
         if wanted in ("shm", "direct") and not has:
             raise ConfigError(f"route {wanted} needs our receiver in the engine: {start_so}", engine=self.url)
         if wanted in ("shm", "direct") and wanted != pulls:
-            raise ConfigError(f"route {wanted} does not fit an engine on {self.info.device}: use {pulls}", engine=self.url)
+            unfit = f"route {wanted} does not fit an engine on {self.info.device}: use {pulls}"
+            raise ConfigError(unfit, engine=self.url)
         return wanted, f"route {wanted}: as configured"
 
 

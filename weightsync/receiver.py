@@ -77,7 +77,7 @@ class Announcement(Struct):
 
 
 class Exchange(Struct):
-    """That a rank's slices arrive over a process group. ``senders``: by trainer rank, the group rank that sends for it."""
+    """A rank's slices arrive over a process group. ``senders``: by trainer rank, the group rank that sends for it."""
 
     senders: dict[int, int]
     chunk_bytes: int

@@ -59,7 +59,8 @@ class BucketRoute:
         for number, copies in enumerate(self._copies(tensors, exports)):
             targets = bucket.views(self._arena(number), self._buckets[number])
             pairs = [
-                (box_of(targets[i], copy.box), source_view(segments, exports[copy.rank].shards, copy)) for i, copy in copies
+                (box_of(targets[i], copy.box), source_view(segments, exports[copy.rank].shards, copy))
+                for i, copy in copies
             ]
             self._pullers.append(transports.make_puller(pairs))
 

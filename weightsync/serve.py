@@ -26,7 +26,7 @@ def start(config: Config, *, host: str) -> Server:
 
 
 def read_addresses(file: Path, count: int, timeout_s: float) -> list[str]:
-    """The publishers' addresses, one a line, once ``count`` of them are there. Raises ConfigError after ``timeout_s``."""
+    """The publishers' addresses, one a line, once ``count`` are there. Raises ConfigError after ``timeout_s``."""
     give_up = time.monotonic() + timeout_s
     while True:
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []

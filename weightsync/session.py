@@ -19,7 +19,6 @@ from weightsync.rpc import Server
 from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
 from weightsync.workers import Workers
 
-
 MAX_REMAPS = 3
 
 

@@ -108,18 +108,18 @@ def map_sources(
 ) -> Sources:
     """Shards (a list a trainer rank) and rules -> Sources. Raises PlanError naming the tensor where they do not fit."""
     held = _held_tensors(exports)
-    rename, leave_out = list(rename), [re.compile(p) for p in leave_out]
+    rename, unwanted = list(rename), [re.compile(p) for p in leave_out]
     by_target: dict[str, list[Rule]] = defaultdict(list)
     sources, mapped = Sources(), set()
     for rule in rules:
         mapped.add(rule.source)
         target = renamed(rule.target, rename)
-        if any(p.search(target) or p.search(rule.source) for p in leave_out):
+        if any(p.search(target) or p.search(rule.source) for p in unwanted):
             sources.left_out.append(target)
         else:
             by_target[target].append(rule)
     for name, first in ((n, h.first) for n, h in held.items() if n not in mapped):
-        if any(p.search(name) for p in leave_out):
+        if any(p.search(name) for p in unwanted):
             sources.left_out.append(name)
         elif not first.is_buffer:
             sources.unmapped.append(name)
@@ -149,7 +149,9 @@ def needed_dtypes(
     by_target: dict[str, list[str]] = defaultdict(list)
     for target, dtype in where:
         by_target[target].append(dtype)
-    rename, result, reason = list(rename), {}, {}
+    rename = list(rename)
+    result: dict[str, str] = {}
+    reason: dict[str, str] = {}
     for rule in rules:
         target = renamed(rule.target, rename)
         for dtype in by_target.get(target, ()):

@@ -18,7 +18,7 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Box(Struct, array_like=True):
-    """An axis-aligned region: per dim an offset and a size, in elements. A 0-d tensor's box has no dims and one element."""
+    """An axis-aligned region: per dim an offset and a size, in elements. A 0-d box has no dims and one element."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -110,7 +110,7 @@ class Description(Struct):
 
 
 class Export(Struct):
-    """A publisher's answer to ``export``: the same shards with a place, and how each got there (``notes``: why an arena)."""
+    """A publisher's answer to ``export``: the same shards with a place; ``notes`` say why an arena was needed."""
 
     segments: list[Segment]
     shards: list[Shard]
@@ -199,7 +199,7 @@ class Layout(Struct):
 
 
 class Copy(Struct, array_like=True):
-    """One box of one tensor from trainer rank ``rank`` (``source``: its shard) to an engine rank (``target``: its param)."""
+    """One box of one tensor, from a shard of trainer rank ``rank`` (``source``) to a param of an engine rank (``target``)."""
 
     tensor: str
     box: Box
@@ -263,7 +263,7 @@ class Status(Struct):
 
 
 class SyncReport(Struct):
-    """What a push did. ``seconds`` holds wall time a phase: publish, pause, begin, move, verify, commit, continue, total.
+    """What a push did. ``seconds``: wall time of publish, pause, begin, move, verify, commit, continue and the total.
 
     ``verified`` is true only if every engine's live memory was fingerprinted and matched; ``notes`` says why not, why
     a route was chosen, and what was published through an arena.

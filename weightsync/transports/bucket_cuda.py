@@ -20,7 +20,7 @@ _OLDEST_READER = 2  # the version that torch 2.11 still reads; handles of cudaMa
 
 
 class CudaArena:
-    """``nbytes`` of memory on GPU ``uuid``, allocated by torch apart from expandable segments. ``tensor``: uint8, 1-D."""
+    """``nbytes`` of torch's memory on GPU ``uuid``. ``tensor``: uint8, 1-D."""
 
     def __init__(self, nbytes: int, uuid: str) -> None:
         self.tensor: torch.Tensor | None = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device_of(uuid))
@@ -31,7 +31,7 @@ class CudaArena:
 
 
 def share_by_handle(flat: torch.Tensor) -> tuple[Callable[..., Any], tuple]:
-    """A ``bucket.Share`` for CUDA memory. The engine opens the handle once a payload and lets go when it has loaded it."""
+    """A ``bucket.Share`` for CUDA memory. The engine opens the handle once a payload, and lets go after loading."""
     rebuild, arguments = reductions.reduce_tensor(flat)
     given = list(arguments)
     given[_DEVICE] = uuid_of(flat.device).removeprefix("GPU-")

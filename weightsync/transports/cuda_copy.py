@@ -14,7 +14,16 @@ from collections.abc import Sequence
 import torch
 
 from weightsync.transports import cuda_driver
-from weightsync.transports.cuda_tables import Boxes, Pair, Piece, chunk_elements, chunks_of, split, tiles_of, within_allocations
+from weightsync.transports.cuda_tables import (
+    Boxes,
+    Pair,
+    Piece,
+    chunk_elements,
+    chunks_of,
+    split,
+    tiles_of,
+    within_allocations,
+)
 
 _STREAMS = 4
 _DRIVER_BYTES = 8 << 20  # a driver copy costs about 5 us, in which the memory moves that much
