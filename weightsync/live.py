@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from weightsync.fingerprint import fingerprint, fingerprint_many
 from weightsync.spec import View
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,10 +40,29 @@ class Slot:
 
     def tensor(self) -> torch.Tensor:
         """What the model holds under this name now; raises KeyError if it holds no tensor there any more."""
+        return self._held().detach()
+
+    def is_inference(self) -> bool:
+        """Whether it was made in inference mode."""
+        return self._held().is_inference()
+
+    def is_at(self, place: Place | None) -> bool:
+        """``self.place() == place``, without making anything: a pull asks this of every tensor."""
+        held = self._holder.get(self._key)
+        if place is None or not isinstance(held, torch.Tensor):
+            return place is None and not isinstance(held, torch.Tensor)
+        return (
+            held.data_ptr() == place.address
+            and held.shape == place.shape
+            and held.stride() == place.strides
+            and held.dtype == place.dtype
+        )
+
+    def _held(self) -> torch.Tensor:
         held = self._holder.get(self._key)
         if not isinstance(held, torch.Tensor):
             raise KeyError(self.name)
-        return held.detach()
+        return held
 
     def place(self) -> Place | None:
         """Where it lies now; None if it is gone."""
@@ -64,6 +84,7 @@ class LiveWeights:
         self.slots = list(_slots(model))
         self.places = [slot.place() for slot in self.slots]
         self.constants: dict[str, torch.Tensor] = {}
+        self._fingerprints: dict[str, int] = {}  # of constants on a GPU, as kept
         self._index = {slot.name: i for i, slot in enumerate(self.slots)}
 
     def index(self, name: str) -> int:
@@ -80,15 +101,14 @@ class LiveWeights:
 
     def writable(self) -> AbstractContextManager:
         """In which a loader may write these tensors in place: inference mode only where they were made in it."""
-        made_in_inference = any(slot.tensor().is_inference() for slot in self.slots)
+        made_in_inference = any(slot.is_inference() for slot in self.slots)
         return torch.inference_mode() if made_in_inference else torch.no_grad()
 
     def moved(self) -> str:
         """Which tensor no longer lies where it was listed, and how it changed; empty if all do."""
         for slot, before in zip(self.slots, self.places):
-            now = slot.place()
-            if now != before:
-                return f"{slot.name} was {_show(before)} and is {_show(now)}"
+            if not slot.is_at(before):
+                return f"{slot.name} was {_show(before)} and is {_show(slot.place())}"
         return ""
 
     def keep(self, names: Iterable[str], known: LiveWeights | None = None) -> None:
@@ -97,6 +117,7 @@ class LiveWeights:
             kept = known.constants.get(name) if known is not None else None
             now = self[name]
             fits = kept is not None and (kept.shape, kept.dtype) == (now.shape, now.dtype)
+            self._fingerprints.pop(name, None)
             self.constants[name] = kept if fits else now.to("cpu", copy=True)
 
     def restore(self) -> None:
@@ -105,11 +126,23 @@ class LiveWeights:
             self[name].copy_(kept)
 
     def changed_constant(self) -> str:
-        """The name of a constant whose bits are not those kept; empty if all are."""
-        for name, kept in self.constants.items():
-            if not torch.equal(bits(self[name].to("cpu")), bits(kept)):
+        """The name of a constant whose bits are not those kept; empty if all are. On a GPU by fingerprints."""
+        live = {name: bits(self[name]) for name in self.constants}
+        here = {name: own for name, own in live.items() if not own.is_cuda}
+        for name, own in here.items():
+            if not torch.equal(own, bits(self.constants[name])):
                 return name
-        return ""
+        return self._changed_fingerprint({name: own for name, own in live.items() if name not in here})
+
+    def _changed_fingerprint(self, live: dict[str, torch.Tensor]) -> str:
+        """As ``changed_constant``, of these, without a copy to host memory. The kept ones are read once."""
+        for name in live:
+            if name not in self._fingerprints:
+                kept = bits(self.constants[name])
+                self._fingerprints[name] = fingerprint(kept, (0,) * kept.dim())
+        numbers = fingerprint_many([(own, (0,) * own.dim()) for own in live.values()])
+        changed = (name for name, now in zip(live, numbers, strict=True) if now != self._fingerprints[name])
+        return next(changed, "")
 
     def poison(self, names: Iterable[str] | None = None) -> None:
         """Set every bit of every tensor (or of those named): NaN for floats, -1 or the largest value for integers."""

@@ -194,8 +194,10 @@ class ReceiverSession:
             with torch.inference_mode():
                 self._live.poison(self._derived)
         with self._live.writable():
-            finalise(self._model)
+            ran = finalise(self._model)
         self._synchronise()
+        if not ran and not self._derived:
+            return
         for name in self._derived:
             own = bits(self._live[name])
             if bool((own == (255 if own.dtype == torch.uint8 else -1)).any()):

@@ -64,11 +64,13 @@ def trace(model: nn.Module, live: LiveWeights, tensors: Sequence[TensorSpec]) ->
     return recorder.result(failure)
 
 
-def finalise(model: nn.Module) -> None:
-    """Recompute what the model derives from its weights, as its own loader would after loading."""
+def finalise(model: nn.Module) -> bool:
+    """Recompute what the model derives from its weights, as its own loader would; False if it has nothing to do."""
     hook = getattr(model, "post_load_weights", None)
-    if callable(hook):
-        hook()
+    if not callable(hook):
+        return False
+    hook()
+    return True
 
 
 def _main_float(live: LiveWeights) -> torch.dtype:

@@ -77,6 +77,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # as asyncio's servers do: head and body of an answer are two writes
     server: Server
 
     def do_GET(self) -> None:
