@@ -53,6 +53,8 @@ def main() -> None:
 def _run(name: str, arguments: argparse.Namespace) -> tuple[list[Row], int]:
     """One scenario in a process of its own; its rows, and 0 if it measured all that it should."""
     scenario = tiny(SCENARIOS[name]) if arguments.tiny else SCENARIOS[name]
+    if arguments.idle:
+        scenario = msgspec.structs.replace(scenario, in_flight=0)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
         file = Path(folder) / f"{name}.json"
         job = _job(scenario, file, Path(folder), arguments)
@@ -113,6 +115,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models, a CPU's routes")
+    parser.add_argument("--idle", action="store_true", help="leave out what is measured with requests in flight")
     parser.add_argument("--n", type=int, default=10, help="pushes a setting, after 2 that do not count")
     parser.add_argument("--actor", choices=("inline", "ray"), default="inline")
     parser.add_argument("--engine-python", default="")
