@@ -90,8 +90,7 @@ def tiny(scenario: Scenario) -> Scenario:
         for s in scenario.settings
     )
     stock = tuple(
-        msgspec.structs.replace(c, name=c.name.replace("NCCL", "gloo"), limit_bytes=small(c.limit_bytes))
-        for c in scenario.stock
+        msgspec.structs.replace(c, name=_small_name(c), limit_bytes=small(c.limit_bytes)) for c in scenario.stock
     )
     return msgspec.structs.replace(
         scenario,
@@ -104,3 +103,8 @@ def tiny(scenario: Scenario) -> Scenario:
         stock=stock,
         timeout_s=900.0,
     )
+
+
+def _small_name(calls: StockCalls) -> str:
+    scale = f", divided by {TINY_SCALE}" if calls.limit_bytes > 0 else ""
+    return calls.name.replace("NCCL", "gloo") + scale
