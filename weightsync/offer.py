@@ -22,7 +22,7 @@ from weightsync.arena import Arena, Outlet
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError, TransferTimeout
 from weightsync.spec import Description, Export, Published, Sealed, Shard, SourceRegion
-from weightsync.trainers import Held, Reader
+from weightsync.trainers import Held, Reader, Seen
 from weightsync.versions import library_versions
 from weightsync.watch import OptimizerSteps, Watch, published_fingerprints, source_fingerprints
 
@@ -53,6 +53,7 @@ class Offer:
         self._outlet: Outlet | None = None
         self._arena: Arena | None = None
         self._shown: _Shown | None = None
+        self._fits = -1  # the number of a reading that what is exported was found to fit, where it was
         self._generation = 0
         self._marking = threading.Condition()  # the mark
         self._mark: _Mark | None = None
@@ -122,7 +123,7 @@ class Offer:
             outlet = Outlet(
                 held, transport=transport, device=device, dtypes=dtypes, in_place=in_place, arena=self._take_arena()
             )
-            self._outlet, self._arena, self._shown = outlet, outlet.arena, None
+            self._outlet, self._arena, self._shown, self._fits = outlet, outlet.arena, None, -1
             return Export(
                 segments=outlet.segments,
                 shards=outlet.shards,
@@ -135,35 +136,49 @@ class Offer:
         start = time.perf_counter()
         mark = self._wait_for(step, Deadline(timeout_s, f"publish of step {step}"))
         with self._lock, self._on_device():
-            held = self._reader.read()
-            self._check_unwritten(step, mark.watch.written(held))
-            outlet = self._current(held)
+            reading = self._reader.reading
+            now = self._glance(regions)
+            held = self._reader.read() if now is None else []
+            watch = Watch(held if now is None else now, self._steps)
+            self._check_unwritten(step, mark.watch.written(watch))
+            outlet = self._current(held, reading) if now is None else self._outlet
             fingerprints: list[int] = []
             if outlet is not None:
                 if mark.event is not None:
                     mark.event.synchronize()
                 self._check_unwritten(step, self._reader.swapped())
-                watch = Watch(held, self._steps)
-                outlet.fill(held)
-                fingerprints = published_fingerprints(outlet.views, regions)
-                self._check_unwritten(step, watch.changed(held))
+                if now is None:
+                    outlet.fill(held)
+                    fingerprints = published_fingerprints(outlet.views, regions)
+                    self._check_unwritten(step, watch.changed(Watch(held, self._steps)))
                 self._shown = _Shown(step, watch, fingerprints)
             return Published(step, self._generation, fingerprints, time.perf_counter() - start)
 
     def seal(self, step: int, regions: Sequence[SourceRegion]) -> Sealed:
         start = time.perf_counter()
         with self._lock, self._on_device():
-            shown, held = self._shown, self._reader.read()
+            shown, reading, now = self._shown, self._reader.reading, self._glance(regions)
+            held = self._reader.read() if now is None else []
             if shown is None or shown.step != step or self._outlet is None:
                 raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
-            changed = shown.watch.changed(held)
-            self._check_same_tensors(self._outlet, held)
+            changed = shown.watch.changed(Watch(held if now is None else now, self._steps))
+            if now is None:
+                self._check_same_tensors(self._outlet, held, reading)
             fingerprints = source_fingerprints(self._outlet.views, held, regions)
-            for region, now, then in zip(regions, fingerprints, shown.fingerprints):
+            for region, then, fingerprint in zip(regions, shown.fingerprints, fingerprints):
                 name = held[region.view.storage].name
-                if now != then and name not in changed:
+                if fingerprint != then and name not in changed:
                     changed.append(name)
             return Sealed(fingerprints, changed, time.perf_counter() - start)
+
+    def _glance(self, regions: Sequence[SourceRegion]) -> list[Seen] | None:
+        """All that is exported, if nothing moved since it was compared with a reading; None if it must be read.
+
+        That is all there is to do where bytes are neither copied nor fingerprinted here.
+        """
+        if regions or self._outlet is None or self._outlet.arena is not None or self._fits != self._reader.reading:
+            return None
+        return self._reader.glance()
 
     # -------------------------------------------------------------------------------------------------- conditions
 
@@ -197,16 +212,25 @@ class Offer:
                 safe_to_retry=True,
             )
 
-    def _current(self, held: Sequence[Held]) -> Outlet | None:
-        """The outlet, or None if what it exported is void: then the generation has changed."""
+    def _current(self, held: Sequence[Held], reading: int) -> Outlet | None:
+        """The outlet, or None if what it exported is void: then the generation has changed.
+
+        ``reading`` is the reader's number before it gave ``held``.
+        """
         if self._outlet is None:
             return None
-        self._check_same_tensors(self._outlet, held)
+        if self._fits == reading == self._reader.reading:
+            return self._outlet
+        self._check_same_tensors(self._outlet, held, reading)
         if self._outlet.moved(held):
             self._void()
+        elif reading == self._reader.reading:  # what was read is that reading, and no later one
+            self._fits = reading
         return self._outlet
 
-    def _check_same_tensors(self, outlet: Outlet, held: Sequence[Held]) -> None:
+    def _check_same_tensors(self, outlet: Outlet, held: Sequence[Held], reading: int) -> None:
+        if self._fits == reading == self._reader.reading:
+            return
         now, then = {h.name: (h.shape, h.box) for h in held}, {s.tensor: (s.shape, s.box) for s in outlet.shards}
         different = [name for name in {**then, **now} if now.get(name) != then.get(name)]
         if different:
@@ -219,6 +243,7 @@ class Offer:
         if self._outlet is not None:
             self._generation += 1
         self._outlet = self._shown = None
+        self._fits = -1
 
     def _take_arena(self) -> Arena | None:
         arena, self._arena = self._arena, None

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from weightsync.fingerprint import Item, fingerprint_many
 from weightsync.spec import SourceRegion
-from weightsync.trainers import Held
+from weightsync.trainers import Held, Seen
 
 
 class OptimizerSteps:
@@ -40,38 +40,38 @@ class OptimizerSteps:
                     self._counts[id(parameter)] += 1
 
 
-class _Mark(NamedTuple):
-    """``versions`` are the counters of the memory and of its owner, ``steps`` the owner's optimizer steps."""
-
-    address: int
-    versions: tuple[int, int]
-    steps: int
-
-
 class Watch:
-    """The state of tensors at one moment, to compare with later ones."""
+    """The state of tensors at one moment, to compare with that of a later one: for each its address, the counters of
+    its memory and of its owner, and the owner's optimizer steps."""
 
-    def __init__(self, held: Sequence[Held], steps: OptimizerSteps) -> None:
-        self._steps = steps
-        self._marks = {h.name: self._mark(h) for h in held}
+    def __init__(self, now: Sequence[Held | Seen], steps: OptimizerSteps) -> None:
+        of, marks = steps.of, {}
+        for seen in now:
+            tensor, owner = seen.tensor, seen.owner
+            marks[seen.name] = tensor.data_ptr(), _version(tensor), _version(owner), of(owner)
+        self._marks = marks
 
-    def changed(self, held: Sequence[Held]) -> list[str]:
+    def changed(self, now: Watch) -> list[str]:
         """Names of tensors that were written to, that lie elsewhere, or that came or went."""
-        now = {h.name: self._mark(h) for h in held}
-        return [name for name in {**self._marks, **now} if self._marks.get(name) != now.get(name)]
+        if self._marks == now._marks:
+            return []
+        return [n for n in {**self._marks, **now._marks} if self._marks.get(n) != now._marks.get(n)]
 
-    def written(self, held: Sequence[Held]) -> list[str]:
+    def written(self, now: Watch) -> list[str]:
         """Names of tensors that were written to where they are. One that moved is not among them."""
-        now = [(h.name, self._marks.get(h.name), self._mark(h)) for h in held]
-        return [name for name, old, new in now if old is not None and old.address == new.address and old != new]
-
-    def _mark(self, held: Held) -> _Mark:
-        versions = _version(held.tensor), _version(held.owner)
-        return _Mark(held.tensor.data_ptr(), versions, self._steps.of(held.owner))
+        if self._marks == now._marks:
+            return []
+        pairs = [(name, self._marks.get(name), new) for name, new in now._marks.items()]
+        return [name for name, old, new in pairs if old is not None and old[0] == new[0] and old != new]
 
 
 def _version(tensor: torch.Tensor | None) -> int:
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
+    if tensor is None:
+        return -1
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode: it has no counter
+        return -1
 
 
 def published_fingerprints(views: Sequence[torch.Tensor | None], regions: Sequence[SourceRegion]) -> list[int]:

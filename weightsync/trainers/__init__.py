@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -49,8 +49,22 @@ class Held:
         return str(self.tensor.dtype).removeprefix("torch.")
 
 
+class Seen(NamedTuple):
+    """Of a ``Held`` what tells of writes: the memory, not detached, and its owner. Not to be kept."""
+
+    name: str
+    tensor: torch.Tensor
+    owner: torch.Tensor | None
+
+
 class Reader(Protocol):
-    """Reads one trainer. All methods raise ConfigError that names a tensor they cannot describe."""
+    """Reads one trainer. All methods raise ConfigError that names a tensor they cannot describe.
+
+    ``reading`` numbers what reads have found: two reads with one number between them gave the same names and boxes over
+    the same memory.
+    """
+
+    reading: int
 
     def settle(self) -> None:
         """Finish what the trainer still has under way with its weights. In the training thread, by every rank."""
@@ -62,6 +76,10 @@ class Reader(Protocol):
 
     def read(self) -> list[Held]:
         """Every tensor of the model as it is now, in a stable order, each name once. Copies nothing."""
+        ...
+
+    def glance(self) -> list[Seen] | None:
+        """What ``read`` would give, without its cost; None where only ``read`` can tell, or would find other things."""
         ...
 
     def rules(self, held: list[Held]) -> list[Rule]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from weightsync.errors import ConfigError
 from weightsync.spec import Rule
-from weightsync.trainers import Held
+from weightsync.trainers import Held, Seen
 from weightsync.trainers.megatron_mapping import FAMILIES, Model, is_norm, rules_for
 from weightsync.trainers.megatron_names import NamedLocal, Slot, hugging_face_layers, slots, unique_layers, unwrap
 from weightsync.trainers.megatron_params import Gathers, Samples, host_copies
@@ -58,6 +58,7 @@ class MegatronReader:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], options: Options) -> None:
+        self.reading = 0
         self._wrapped = list(chunks)
         self._chunks = [unwrap(chunk) for chunk in chunks]
         self._options = options
@@ -93,8 +94,13 @@ class MegatronReader:
 
         For norms that Megatron keeps zero-centred, what engines get is computed.
         """
+        self.reading += 1
         data = host_copies(self._wrapped, self._options.offloaded)
         return [self._held(slot.now(), data) for slot in self._slots]
+
+    def glance(self) -> list[Seen] | None:
+        """None: where parameters lie depends on what is offloaded, which only ``read`` finds out."""
+        return None
 
     def rules(self, held: list[Held]) -> list[Rule]:
         """The rules of what this rank holds; a tensor that no family has gets none, and is refused at connect."""
