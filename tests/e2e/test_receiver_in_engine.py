@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.servers import BOOT_SEED, Kind, Servers, ask
+from tests.servers import BOOT_SEED, PADDED_TIED, Kind, Servers, ask
 from weightsync import receiver as wire
 from weightsync.boxes import dense_strides, whole
 from weightsync.config import Config
@@ -22,7 +22,7 @@ from weightsync.spec import Copy, Layout, RankPlan, Shard, TensorSpec, View
 from weightsync.transports import shm
 from weightsync.views import box_of
 
-KINDS = [Kind("0.5.23", tp_size=2), Kind("0.5.12")]
+KINDS = [PADDED_TIED, Kind("0.5.12")]
 PROMPT = "The quick brown fox jumps over"
 OTHER_SEED = 2
 

@@ -1,6 +1,6 @@
 """One suite for the SGLang client and the bucket wire on real servers: both API generations, one and two TP ranks.
 
-The ids say which server ran. The last test kills its server.
+The ids say which server ran. The test marked so kills its server: it is the last of those that share it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from tests.servers import BOOT_SEED, Kind, Servers, ask
+from tests.servers import BOOT_SEED, PADDED, Kind, Servers, ask
 from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.demo_model import weights
@@ -23,7 +23,7 @@ from weightsync.errors import EngineLost, EngineRejected, TransferTimeout
 from weightsync.spec import TensorSpec
 from weightsync.transports import bucket
 
-KINDS = [Kind("0.5.23"), Kind("0.5.12"), Kind("0.5.12", tp_size=2)]
+KINDS = [Kind("0.5.23"), Kind("0.5.12"), PADDED]
 PROMPT = "The quick brown fox jumps over"
 OTHER_SEED = 2
 
@@ -182,6 +182,7 @@ def test_it_still_answers_with_the_right_weights(client: SglangEngine, kind: Kin
     assert ask(client.url, PROMPT).tokens == first.tokens
 
 
+@pytest.mark.ends_server
 def test_a_dying_engine_is_not_waited_for(client: SglangEngine, kind: Kind, servers: Servers) -> None:
     client.begin(soon())
     deadly = bucket.encode(ctypes.CDLL, bucket.share_by_value)  # no unpickler of SGLang allows it: its scheduler dies

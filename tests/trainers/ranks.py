@@ -151,10 +151,10 @@ class Rank:
         return [n for n in os.listdir("/dev/shm") if n.startswith("weightsync-") and f"-{os.getpid()}-" in n]
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Connection, kind: type) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    target = Rank()
+    target = kind()
     try:
         while (call := pipe.recv()) is not None:
             name, args = call
@@ -168,15 +168,15 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 
 class Ranks:
-    """``world`` processes. ``call`` runs a method of Rank in all of them at once, ``call_one`` in one."""
+    """``world`` processes, each with a ``kind``. ``call`` runs a method of it in all at once, ``call_one`` in one."""
 
-    def __init__(self, world: int, store: str) -> None:
+    def __init__(self, world: int, store: str, kind: type = Rank) -> None:
         context = multiprocessing.get_context("forkserver")  # imports torch once for all ranks
-        context.set_forkserver_preload(["tests.trainers.ranks"])
+        context.set_forkserver_preload(["tests.trainers.ranks", kind.__module__])
         self._pipes, self._processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, store, there, kind), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
