@@ -194,6 +194,8 @@ def test_a_sender_killed_between_pushes_is_replaced(world, kind, nursery):
     before = children(nursery)
     for pid in before:
         os.kill(pid, signal.SIGKILL)
+    while children(nursery):
+        time.sleep(0.01)
     one.push(2)
     assert_serves(one.engines[0], one.tensors, 2)
     assert children(nursery) and not children(nursery) & before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.fakes.groups import Groups
@@ -196,16 +195,28 @@ class FakeEngine:
             raise Killed(f"{len(payloads)} payloads for {self.tp_size} ranks")
         if load_format not in (None, "flattened_bucket", *self.loaders):
             raise Killed(f"unknown load_format {load_format!r}")
-        with ThreadPoolExecutor(max(1, len(self.models))) as ranks:  # at once, like processes that wait for each other
-            loads = [
-                ranks.submit(lambda model, payload: load_into(model, open_payload(payload), load_format), model, payload)
-                for model, payload in zip(self.models, payloads, strict=False)
-            ]
-        for load in loads:
-            load.result()
+        self._load_in_each_rank(payloads, load_format)
         if isinstance(body.get("weight_version"), str):
             self.weight_version = body["weight_version"]
         return 200, {"success": True, "message": "Success"}
+
+    def _load_in_each_rank(self, payloads: list[str], load_format: str | None) -> None:
+        """At once, as processes that may wait for each other. Plain threads: a receiver runs executors' jobs in line."""
+        killed: list[Killed] = []
+
+        def load(model: Any, payload: str) -> None:
+            try:
+                load_into(model, open_payload(payload), load_format)
+            except Killed as e:
+                killed.append(e)
+
+        threads = [threading.Thread(target=load, args=pair) for pair in zip(self.models, payloads, strict=False)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if killed:
+            raise killed[0]
 
     def _update_distributed(self, body: Any) -> tuple[int, Any]:
         if self.sessions and not self.session_open:

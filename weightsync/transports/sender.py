@@ -53,7 +53,7 @@ class Nursery:
             try:
                 stdin.write(request)
                 stdin.flush()
-                ready, _, _ = select.select([stdout], [], [], deadline.remaining_s())
+                ready = _readable(stdout.fileno(), deadline.remaining_s())
                 line = stdout.readline() if ready else b""
             except (OSError, ValueError) as e:
                 raise TransferError(f"the process that starts senders is gone: {e}") from e
@@ -91,7 +91,7 @@ class SenderProcess:
     @property
     def alive(self) -> bool:
         with self._lock:
-            return self._handle >= 0 and not select.select([self._handle], [], [], 0)[0]
+            return self._handle >= 0 and not _readable(self._handle, 0)
 
     def call(self, method: str, argument: Any = None, *, deadline: Deadline, returns: Any = None) -> Any:
         """Call a method of ``nccl.Sender``."""
@@ -105,9 +105,15 @@ class SenderProcess:
             return  # whoever was first closes the client: two at once would wait for each other
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-        select.select([handle], [], [], _GONE_S)
+        _readable(handle, _GONE_S)
         os.close(handle)
         self._client.close()
+
+
+def _readable(descriptor: int, timeout_s: float) -> bool:
+    poll = select.poll()  # not select(), which takes no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 # ---------------------------------------------------------------------------------------------------- the nursery
