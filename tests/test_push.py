@@ -19,7 +19,7 @@ from weightsync.errors import (
 )
 from weightsync.fanout import Fanout
 from weightsync.fleet import Progress
-from weightsync.push import Push, SourcesMoved
+from weightsync.push import EnginesGone, Push, SourcesMoved
 from weightsync.spec import Box, EngineReport, Need, Published, Sealed, View
 
 FINGERPRINT = 77
@@ -69,7 +69,7 @@ class FakeClient:
 class FakeLink:
     """An engine link whose memory is one number, the fingerprint that it reads back."""
 
-    has_receiver, fully_verifiable, route = True, True, "shm"
+    has_receiver, fully_verifiable, route, attached = True, True, "shm", True
     layouts = (SimpleNamespace(needs=[Need("model.norm.weight", Box((0,), (1,)), View(0, 0, (1,)))]),)
 
     def __init__(self, url: str, **faults: WeightSyncError) -> None:
@@ -81,6 +81,9 @@ class FakeLink:
 
     def start_push(self):
         self.progress = Progress()
+
+    def is_attached(self):
+        return self.attached
 
     def fingerprints(self, deadline):
         if "fingerprints" in self.client.faults:
@@ -313,3 +316,19 @@ def test_memory_that_moved_is_noticed_before_anyone_is_paused():
     with pytest.raises(SourcesMoved):
         one.run()
     assert all(link.client.calls == [] for link in links)
+
+
+def test_engines_that_are_not_those_attached_are_named_before_anyone_is_paused():
+    links = three()
+    links[1].attached = False
+    with pytest.raises(EnginesGone) as gone:
+        push(links).run()
+    assert [link.url for link in gone.value.links] == ["http://b"]
+    assert all(link.client.calls == [] for link in links)
+
+
+def test_what_publishing_raises_comes_before_engines_that_are_gone():
+    links = three()
+    links[1].attached = False
+    with pytest.raises(TransferError, match="closed"):
+        push(links, workers=FakeWorkers(publish=TransferError("it was closed"))).run()

@@ -426,3 +426,39 @@ def test_nothing_cuda_is_touched(rig, monkeypatch):
     assert rig.pull("p1").ok
     rig.call("verify")
     rig.call("poison")
+
+
+def asked_early(rig: Rig, push_id: str) -> tuple[threading.Thread, list[wire.PullResult]]:
+    """Ask for a result before the pull has come, as the actor does."""
+    answers: list[wire.PullResult] = []
+
+    def ask() -> None:
+        answers.append(rig.call("result", wire.ResultRequest(push_id=push_id), returns=wire.PullResult))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(0.1)
+    assert answers == []
+    return thread, answers
+
+
+def test_a_result_asked_for_early_comes_when_the_pull_ends(rig):
+    rig.install()
+    thread, answers = asked_early(rig, "p1")
+    result = rig.pull("p1")
+    thread.join(5)
+    assert answers == [result] and result.ended and result.ok
+
+
+def test_a_revoked_pull_keeps_nobody_waiting(rig):
+    thread, answers = asked_early(rig, "p1")
+    assert rig.call("revoke", wire.ResultRequest(push_id="p1")) is True
+    thread.join(5)
+    assert [(a.started, a.ended) for a in answers] == [(False, False)]
+
+
+def test_preparing_to_verify_changes_nothing_that_verifying_says(rig):
+    rig.install(verified=True)
+    before = rig.call("verify", returns=list[int])
+    wire._sessions[rig.model]._prepare_to_verify()
+    assert rig.call("verify", returns=list[int]) == before

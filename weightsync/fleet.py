@@ -8,6 +8,8 @@ import secrets
 import threading
 from dataclasses import dataclass, field
 
+import msgspec
+
 from weightsync import receiver as wire
 from weightsync.config import Config, EngineConfig
 from weightsync.deadline import Deadline
@@ -93,6 +95,7 @@ class EngineLink:
         self.notes: list[str] = []
         self.progress = Progress()
         self._receivers: list[Client] = []
+        self._waiting = Fanout("results")
         self._boot_ids: list[str] = []
         self._session = ""
         self._plan_id = ""
@@ -132,8 +135,9 @@ class EngineLink:
 
     def install(self, plan_id: str, installs: list[wire.Install], deadline: Deadline) -> None:
         """Give every TP rank its part of the plan; it maps the trainer's memory."""
+        verified = self._config.verify == "fingerprint"
         for receiver, install in zip(self._receivers, installs, strict=True):
-            receiver.call("install", install, deadline=deadline)
+            receiver.call("install", msgspec.structs.replace(install, verified=verified), deadline=deadline)
         self._plan_id = plan_id
 
     def call_receivers(self, method: str, arguments: list | None, deadline: Deadline) -> None:
@@ -167,6 +171,7 @@ class EngineLink:
     def close(self) -> None:
         self.detach()
         self.client.close()
+        self._waiting.close()
 
     # ------------------------------------------------------------------------------------------------- pushing
 
@@ -208,14 +213,15 @@ class EngineLink:
             for _ in self._receivers
         ]
         before, self.progress.applied = self.progress.applied, True
+        ends = [self._waiting.submit(lambda r=r: self._result(r, push_id, deadline)) for r in self._receivers]
         try:
             self.client.update(payloads, wire.LOADER, deadline)
         except WeightSyncError:
             self.progress.applied = before or not self._revoke(push_id)
             raise
         results = [
-            r.call("result", wire.ResultRequest(push_id=push_id), deadline=deadline, returns=wire.PullResult)
-            for r in self._receivers
+            early if early.ended else self._result(receiver, push_id, deadline)
+            for receiver, early in zip(self._receivers, [end.result() for end in ends], strict=True)
         ]
         self.progress.applied = before or any(r.applied for r in results)
         for rank, result in enumerate(results):
@@ -238,6 +244,10 @@ class EngineLink:
             seconds=self.progress.seconds,
             error=self.error,
         )
+
+    def _result(self, receiver: Client, push_id: str, deadline: Deadline) -> wire.PullResult:
+        """How a pull went. Asked before it begins, so that the answer is on its way when the engine's own is."""
+        return receiver.call("result", wire.ResultRequest(push_id=push_id), deadline=deadline, returns=wire.PullResult)
 
     def _revoke(self, push_id: str) -> bool:
         """True if every receiver confirms that this pull never began there, and now never will."""

@@ -48,6 +48,7 @@ class Plan:
         self._numbers = {(r.engine, r.layout.rank): i for i, r in enumerate(readers)}
         self._summary = summary
         self._first_region: dict[str, dict[int, int]] = {}
+        self._regions: dict[int, list[SourceRegion]] = {}
 
     def rank_plan(self, engine: str, rank: int) -> RankPlan:
         """What one engine rank does at a push. Copies are in the order of its needs; KeyError for an unknown rank."""
@@ -64,7 +65,9 @@ class Plan:
 
     def regions(self, trainer_rank: int) -> list[SourceRegion]:
         """The boxes that a trainer rank fingerprints: each once, however many engine ranks read it."""
-        regions = []
+        if trainer_rank in self._regions:
+            return self._regions[trainer_rank]
+        regions = self._regions[trainer_rank] = []
         for tensor in self._tensors.values():
             holders = tensor.source.holders
             for part in tensor.template.regions.get(trainer_rank, ()):

@@ -32,6 +32,7 @@ class PullLog:
         with self._changed:
             if push_id not in self._begun:
                 self._revoked.add(push_id)
+                self._changed.notify_all()
             return push_id not in self._begun
 
     def end(self, result: PullResult) -> None:
@@ -42,10 +43,13 @@ class PullLog:
                 self._results.popitem(last=False)
             self._changed.notify_all()
 
+    def _is_settled(self, push_id: str) -> bool:
+        return push_id in self._results or push_id in self._revoked
+
     def result(self, request: ResultRequest) -> PullResult:
         """How a pull went; waits up to ``timeout_s`` for its end. One that never came here has ``started`` false."""
         with self._changed:
-            self._changed.wait_for(lambda: request.push_id in self._results, timeout=request.timeout_s)
+            self._changed.wait_for(lambda: self._is_settled(request.push_id), request.timeout_s)
             known = self._results.get(request.push_id)
             begun = request.push_id in self._begun
         if known is not None:

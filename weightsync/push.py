@@ -34,6 +34,14 @@ class SourcesMoved(Exception):
     """What a rank had exported is void (offloaded and back, a new allocation). Nothing was paused or moved yet."""
 
 
+class EnginesGone(Exception):
+    """``links`` are no longer the processes that were attached. Nothing was paused or moved yet."""
+
+    def __init__(self, links: list[EngineLink]) -> None:
+        super().__init__(", ".join(link.url for link in links))
+        self.links = links
+
+
 class Push:
     """The transaction that brings one step's weights into ``links``. Made anew for every push, run once."""
 
@@ -99,7 +107,14 @@ class Push:
     # ------------------------------------------------------------------------------------------------- phases
 
     def _publish(self) -> None:
-        published = self._workers.publish(self.step, self._regions, self._deadline)
+        attached = self._fanout.submit(lambda: self._fanout.each(lambda link: link.is_attached(), self._links))
+        try:
+            published = self._workers.publish(self.step, self._regions, self._deadline)
+        finally:
+            answers = attached.result()
+        gone = [link for link, answer in zip(self._links, answers, strict=True) if answer is not True]
+        if gone:
+            raise EnginesGone(gone)
         moved = [rank for rank, p in published.items() if p.generation != self._generations[rank]]
         if moved:
             raise SourcesMoved(f"training ranks {moved} moved their memory")

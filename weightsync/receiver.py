@@ -86,6 +86,8 @@ class Exchange(Struct):
 class Install(Struct):
     """A rank's part of a plan. ``segments`` and ``shards`` by trainer rank; ``pulls`` false: only verify by it.
 
+    ``verified``: every push will be, so what a GPU needs for that is prepared now.
+
     With ``exchange`` nothing is mapped: what the copies would read is received.
     """
 
@@ -94,6 +96,7 @@ class Install(Struct):
     shards: dict[int, list[Shard]]
     plan: RankPlan
     pulls: bool = True
+    verified: bool = False
     exchange: Exchange | None = None
 
 
@@ -119,6 +122,11 @@ class PullResult(Struct):
     step: int = -1
     num_bytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """False if it has not begun, or not ended, yet."""
+        return self.kind not in ("not_started", "not_ended")
 
 
 class Status(Struct):

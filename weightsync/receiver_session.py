@@ -17,7 +17,7 @@ from torch import nn
 from weightsync import receiver as wire
 from weightsync.errors import PlanError, VerifyMismatch
 from weightsync.exchanging import ExchangedPlan, Membership
-from weightsync.fingerprint import fingerprint_many
+from weightsync.fingerprint import Item, fingerprint_many
 from weightsync.layouts import constants_of, layout_of
 from weightsync.live import LiveWeights, bits
 from weightsync.pull_log import PullLog
@@ -82,6 +82,8 @@ class ReceiverSession:
                 self._live.keep(self._unfed, known=self._known)
             self._plan = made
             self._mapped.close_all_but(made.segments)
+        if install.verified and self._device.type == "cuda":
+            self._prepare_to_verify()
 
     def result(self, request: wire.ResultRequest) -> wire.PullResult:
         """How a pull went; waits up to ``timeout_s`` for it to end. ``started`` is false if it never came here."""
@@ -98,7 +100,7 @@ class ReceiverSession:
         """
         with self._lock, self._on_device(), torch.inference_mode():
             plan = self._installed()
-            items = [(slot_view(self._live, n.view, n.box.size), n.box.offset) for n in plan.needs]
+            items = self._items(plan)
             changed = self._live.changed_constant()
             if changed:
                 raise VerifyMismatch(
@@ -213,6 +215,16 @@ class ReceiverSession:
         if self._plan is None:
             raise PlanError("no plan is installed in this receiver")
         return self._plan
+
+    def _items(self, plan: InstalledPlan | ExchangedPlan) -> list[Item]:
+        """What a plan is verified by: the live memory of each need, and where that starts."""
+        return [(slot_view(self._live, n.view, n.box.size), n.box.offset) for n in plan.needs]
+
+    def _prepare_to_verify(self) -> None:
+        """Compile the kernels and make the tables now: at the first push that would take seconds of its pause."""
+        with self._lock, self._on_device(), torch.inference_mode():
+            self._live.changed_constant()
+            fingerprint_many(self._items(self._installed()))
 
     def _void(self) -> None:
         """The layout no longer holds: the actor must attach again, and sees that by the empty session."""

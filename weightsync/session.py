@@ -13,7 +13,7 @@ from weightsync.errors import ConfigError, StaleVersion, TransferError, WeightSy
 from weightsync.fanout import Fanout
 from weightsync.fleet import Doorbell, EngineLink, Inbox, lost
 from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
-from weightsync.push import Push, SourcesMoved
+from weightsync.push import EnginesGone, Push, SourcesMoved
 from weightsync.routes import PullRoute, Route
 from weightsync.rpc import Server
 from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
@@ -71,7 +71,7 @@ class Session:
         deadline = Deadline(timeout_s, f"push of step {request.step}, timeout_s")
         with self._lock:
             self._check_step(request)
-            self._reconnect(deadline)
+            self._reconnect([link for link in self._links if link.state == "lost"], deadline)
             report = self._run(request.step, deadline)
             self._step = request.step
             return report
@@ -207,11 +207,15 @@ class Session:
 
     def _run(self, step: int, deadline: Deadline) -> SyncReport:
         """Push; when trainer memory has moved, map it anew first. A rank that moves it again and again is an error."""
-        for _ in range(MAX_REMAPS):
+        remaps = 0
+        while remaps < MAX_REMAPS:
             try:
                 return self._new_push(step, deadline).run()
+            except EnginesGone as found:
+                self._reconnect(found.links, deadline)
             except SourcesMoved:
                 self._replan(deadline)
+                remaps += 1
         raise TransferError(
             f"training memory moved during each of {MAX_REMAPS} attempts to map it for step {step}: call step_done "
             "only when the weights stay where they are until push returns",
@@ -231,15 +235,8 @@ class Session:
             deadline=deadline,
         )
 
-    def _reconnect(self, deadline: Deadline) -> None:
-        """Notice engines that were restarted since the last push; attach them anew, paused, before anything moves."""
-        gone = [
-            link
-            for link, attached in zip(
-                self._links, self._fanout.each(lambda li: li.is_attached(), self._links), strict=True
-            )
-            if attached is not True or link.state == "lost"
-        ]
+    def _reconnect(self, gone: list[EngineLink], deadline: Deadline) -> None:
+        """Attach engines anew that were lost or restarted since the last push, paused, before anything moves."""
         if not gone:
             return
         outcomes = self._fanout.each(lambda link: self._revive(link, deadline), gone)

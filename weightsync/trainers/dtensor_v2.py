@@ -54,8 +54,8 @@ class _Entry(NamedTuple):
     """
 
     position: int
-    known: _Known
     is_buffer: bool
+    known: _Known
     given: bool
 
 
@@ -151,7 +151,7 @@ class DTensorReader:
         """``kinds``: position and whether a buffer, by name; those ``given`` in their order, the others after them."""
         self.reading += 1
         order = [*given, *(kinds.keys() - set(given))]
-        entries = [_Entry(kinds[raw][0], self._known[raw], kinds[raw][1], i < len(given)) for i, raw in enumerate(order)]
+        entries = [_Entry(*kinds[raw], self._known[raw], i < len(given)) for i, raw in enumerate(order)]
         can_glance = all(entry.position >= 0 for entry in entries)  # gathered FSDP2 parameters are not in the model
         self._last = _Reading(traces, entries) if can_glance else None
 
@@ -169,7 +169,7 @@ class DTensorReader:
             known = self._known[raw] = _Known(place, plain_name(raw), offset, memory)
         if known.offset is None:
             return None, ()
-        return _held(_Entry(-1, known, is_buffer, given=True), tensor, local), known.memory
+        return _held(_Entry(-1, is_buffer, known, given=True), tensor, local), known.memory
 
     def _as_sharded(self, raw: str, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
