@@ -147,10 +147,12 @@ class Bench:
 
     def push(self, setting: Setting, *, label: str = "", beside: AbstractContextManager | None = None) -> None:
         """``plan.n`` pushes of changed weights, phases apart. ``beside`` is entered for their time."""
+        started = time.perf_counter()
         actor = self.open(setting)
+        connected_s = time.perf_counter() - started
         try:
             with beside or nullcontext():
-                reports, seconds = self._pushes(actor)
+                first, reports, seconds = self._pushes(actor)
         finally:
             actor.close()
         name = setting.name + (f", {label}" if label else "")
@@ -159,6 +161,8 @@ class Bench:
         self.add(name, reports[-1].route, setting.verify, seconds, phases)
         self.details[name] = {
             "notes": reports[-1].notes,
+            "connect_s": connected_s,
+            "first_push_s": first.seconds,
             "engine_s": median_seconds([r.engines[0].seconds for r in reports]),
             "moved_bytes": reports[-1].num_bytes,
         }
@@ -178,14 +182,15 @@ class Bench:
         )
         return open_actor(self.plan.actor, config)
 
-    def _pushes(self, actor: Actor) -> tuple[list[SyncReport], list[float]]:
+    def _pushes(self, actor: Actor) -> tuple[SyncReport, list[SyncReport], list[float]]:
+        """The report of the first push, and reports and seconds of those that count."""
         reports, seconds = [], []
         for step in itertools.islice(self.steps, WARMUP + self.plan.n):
             self.trainers.each("change", step)
             started = time.perf_counter()
             reports.append(actor.push(step))
             seconds.append(time.perf_counter() - started)
-        return reports[WARMUP:], seconds[WARMUP:]
+        return reports[0], reports[WARMUP:], seconds[WARMUP:]
 
     # ---------------------------------------------------------------------------------------------------- results
 
