@@ -1,4 +1,4 @@
-"""Route ``nccl`` over gloo: real sender processes and groups, engines that are fakes but really join, receive and load."""
+"""Route ``nccl`` over gloo: real sender processes and groups; engines that are fakes, but join, receive and load."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.test_session import World, assert_serves, engine, served
 from weightsync import groups, routes_nccl
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError
 from weightsync.transports.sender import Nursery
+
 
 class Shared:
     """A nursery that its route does not end."""
@@ -146,7 +147,9 @@ def test_an_engine_that_refuses_its_group_is_untouched_and_serves_on(world):
     one.push(1)
     one.session._routes["nccl"]._whole._groups[one.engines[1].url].give_up()
     one.engines[1].misbehave(INIT, "400")
-    with pytest.raises(EngineRejected, match=r"joining group weightsync-0 at 127\.0\.0\.1:\d+: .*told to refuse") as caught:
+    with pytest.raises(
+        EngineRejected, match=r"joining group weightsync-0 at 127\.0\.0\.1:\d+: .*told to refuse"
+    ) as caught:
         one.push(2)
     assert caught.value.engine == one.engines[1].url
     states = {e["url"]: e["state"] for e in caught.value.report}

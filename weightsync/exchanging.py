@@ -12,7 +12,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.live import LiveWeights
 from weightsync.pulling import target_view
-from weightsync.spec import Segment
+from weightsync.spec import Copy, Segment
 from weightsync.transports import nccl
 from weightsync.transports.exchange import Incoming, streams
 from weightsync.transports.rendezvous import Group
@@ -60,7 +60,7 @@ class ExchangedPlan:
     Raises PlanError if a copy would have to cast.
     """
 
-    segments: list[Segment] = []  # noqa: RUF012 - nothing is mapped
+    segments: list[Segment] = []  # nothing is mapped
 
     def __init__(self, install: wire.Install, *, live: LiveWeights, membership: Membership) -> None:
         assert install.exchange is not None
@@ -71,7 +71,7 @@ class ExchangedPlan:
         self._membership = membership
         shards, copies = install.shards, install.plan.copies
 
-        def target(copy):
+        def target(copy: Copy) -> torch.Tensor:
             dtype = getattr(torch, shards[copy.rank][copy.source.storage].dtype)
             return target_view(live, copy, dtype)
 

@@ -6,6 +6,7 @@ group. Nothing is applied to an engine before its group has carried a first, tin
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -268,7 +269,5 @@ def _join(spec: GroupSpec, rank: int, deadline: Deadline, greeted_by: int = 0) -
 
 
 def _quietly(function: Callable[[], object], kind: type[WeightSyncError] = WeightSyncError) -> None:
-    try:
+    with contextlib.suppress(kind):
         function()
-    except kind:
-        pass

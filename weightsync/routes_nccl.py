@@ -13,15 +13,16 @@ from weightsync import transports
 from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.engines import Tensors
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.groups import BroadcastGroup, ExchangeGroup
 from weightsync.plan import Plan
 from weightsync.routes import Outcome
 from weightsync.routes_bucket import BucketRoute
-from weightsync.spec import Export, Rule, TensorSpec
+from weightsync.spec import Export, Rule, Segment, TensorSpec
 from weightsync.transports import Memory, bucket
+from weightsync.transports.bucket_cuda import CudaArena
 from weightsync.transports.nccl import check_same_nccl, nccl_version
 from weightsync.transports.sender import Nursery
 from weightsync.workers import Workers
@@ -59,9 +60,7 @@ class NcclRoute:
                 if old is not None and old.info is not link.info:
                     old.close()
                     old = None
-                kept[link.url] = old or ExchangeGroup(
-                    link, self._config, self._groups_fanout, self._nursery, devices
-                )
+                kept[link.url] = old or ExchangeGroup(link, self._config, self._groups_fanout, self._nursery, devices)
         for group in self._exchanges.values():
             group.close()
         self._exchanges = kept
@@ -99,7 +98,9 @@ class NcclRoute:
         self._groups_fanout.close()
 
     def _broadcast_of(self, select: Callable[[str], bool]) -> BroadcastRoute:
-        return BroadcastRoute(self._fanout, self._config, self._workers.rules, select, self._groups_fanout, self._nursery)
+        return BroadcastRoute(
+            self._fanout, self._config, self._workers.rules, select, self._groups_fanout, self._nursery
+        )
 
     def _prepare_rest(
         self, opaque: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline
@@ -201,7 +202,7 @@ class BroadcastRoute(BucketRoute):
 
 
 def check_fits(link: EngineLink, devices: dict[int, str]) -> None:
-    """Raise ConfigError if this engine cannot be in a group with us: another NCCL, or a GPU that a sender would share."""
+    """Raise ConfigError if this engine cannot be in a group with us: another NCCL, or a GPU that a sender is on."""
     assert link.info is not None, "connect first"
     if link.info.device == "cpu":
         return
@@ -221,8 +222,8 @@ def _device_of(exports: dict[int, Export]) -> str:
     return next((s.device for _, e in sorted(exports.items()) for s in e.segments if s.device), "")
 
 
-def _segment(arena: bucket.Arena | Memory):
-    assert not isinstance(arena, bucket.Arena)
+def _segment(arena: bucket.Arena | CudaArena | Memory) -> Segment:
+    assert not isinstance(arena, bucket.Arena | CudaArena), "this route makes its own"
     return arena.segment
 
 

@@ -14,7 +14,7 @@ half by rows and half by columns, but for ``replicated_share``, which every rank
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cluster(_Struct):
-    """Nodes and links; speeds in GB/s (1e9 bytes) in one direction: of one GPU's NVLink, and of one NIC."""
+    """Nodes and links; speeds in GB/s (1e9 bytes), one direction: of one GPU's NVLink, and of one NIC."""
 
     gpus_per_node: int = 8
     nvlink_gb_s: float = 390.0
@@ -44,7 +44,7 @@ class Cluster(_Struct):
 
 
 class Model(_Struct):
-    """``num_bytes`` as published; ``tp``: over how many GPUs an engine lays it; ``replicated_share`` of it is not cut."""
+    """``num_bytes`` as published; ``tp``: over how many GPUs an engine lays it, but for its ``replicated_share``."""
 
     name: str
     num_bytes: int
@@ -81,7 +81,9 @@ class Flow(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """One way on one cluster. ``links``: bytes by link, the busiest first; ``seconds``: what that one needs."""
+    """One way on one cluster. ``links``: bytes by link, the most first; ``seconds``: what ``busiest`` needs for its
+    ``num_bytes``, longer than any other.
+    """
 
     way: str
     links: list[tuple[str, float]]
@@ -137,13 +139,14 @@ def split(topology: Topology, model: Model, gpus: int) -> Case | str:
 
 def cost(cluster: Cluster, case: Case, way: str) -> Cost:
     """What every link carries when the weights go ``way``, and how long the busiest needs."""
-    loads: Counter[str] = Counter()
+    loads: defaultdict[str, float] = defaultdict(float)
     for flow in _flows(case, way):
         _load(loads, cluster, case, flow)
     if not loads:
         return Cost(way, [], "", 0.0, 0.0)
     busiest = max(loads, key=lambda link: loads[link] / _speed(cluster, link))
-    return Cost(way, loads.most_common(), busiest, loads[busiest], loads[busiest] / _speed(cluster, busiest))
+    most_first = sorted(loads.items(), key=lambda item: -item[1])
+    return Cost(way, most_first, busiest, loads[busiest], loads[busiest] / _speed(cluster, busiest))
 
 
 def _flows(case: Case, way: str) -> Iterator[Flow]:
@@ -203,7 +206,7 @@ def _chain(case: Case, source: int, engines: range) -> Iterator[Flow]:
         source = target
 
 
-def _load(loads: Counter[str], cluster: Cluster, case: Case, flow: Flow) -> None:
+def _load(loads: defaultdict[str, float], cluster: Cluster, case: Case, flow: Flow) -> None:
     here, there = (_node(cluster, case, gpu) for gpu in (flow.source, flow.target))
     if here == there:
         loads[f"NVLink out of {_name(case, flow.source)}"] += flow.num_bytes
@@ -246,8 +249,8 @@ def explain(topology: Topology, *, links: int = 3) -> str:
     """The report as plain text: a row for each model, number of GPUs and way, with its ``links`` most loaded links."""
     c = topology.cluster
     lines = [
-        f"{c.gpus_per_node} GPUs a node, NVLink {c.nvlink_gb_s:g} GB/s a GPU and direction, {c.nics_per_node} NICs a node "
-        f"of {c.nic_gb_s:g} GB/s; expected time: busiest link, nothing else",
+        f"{c.gpus_per_node} GPUs a node, NVLink {c.nvlink_gb_s:g} GB/s a GPU and direction, "
+        f"{c.nics_per_node} NICs a node of {c.nic_gb_s:g} GB/s; expected time: busiest link, nothing else",
         f"{'model':>6} {'GPUs':>5} {'train+serve':>11} {'way':<12} {'time':>11} {'to gather':>9}  most loaded links",
     ]
     for model in topology.models:
@@ -264,10 +267,8 @@ def _rows(cluster: Cluster, case: Case, gpus: int, links: int) -> Iterable[str]:
     costs = [cost(cluster, case, way) for way in WAYS]
     gather_s = costs[-1].seconds
     for one in costs:
-        split_up = f"{case.trainers}+{case.engines}"
+        head = f"{case.model.name:>6} {gpus:>5} {f'{case.trainers}+{case.engines}':>11} {one.way:<12}"
         loaded = sorted(one.links, key=lambda item: -item[1] / _speed(cluster, item[0]))
         shown = ", ".join(f"{link} {size(round(num_bytes))}" for link, num_bytes in loaded[:links])
         ratio = f"{one.seconds / gather_s:.3f}" if gather_s else "-"
-        yield (
-            f"{case.model.name:>6} {gpus:>5} {split_up:>11} {one.way:<12} {one.seconds * 1e3:>8.1f} ms {ratio:>9}  {shown}"
-        )
+        yield f"{head} {one.seconds * 1e3:>8.1f} ms {ratio:>9}  {shown}"

@@ -201,7 +201,7 @@ class FakeEngine:
         return 200, {"success": True, "message": "Success"}
 
     def _load_in_each_rank(self, payloads: list[str], load_format: str | None) -> None:
-        """At once, as processes that may wait for each other. Plain threads: a receiver runs executors' jobs in line."""
+        """At once, as processes that wait for each other. Plain threads: a receiver runs executors' jobs in line."""
         killed: list[Killed] = []
 
         def load(model: Any, payload: str) -> None:

@@ -17,7 +17,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     ``generation``: ``plain`` takes weight updates at any time, ``session`` only between begin and end. ``tp_size``
     counts data-parallel-attention and expert-parallel ranks: it is how many payloads an update carries. ``device`` is
-    the engine's word for it (``cpu``, ``cuda``). ``has_receiver``: our receiver was named as custom weight loader. ``nccl``:
+    the engine's word for it (``cpu``, ``cuda``). ``has_receiver``: our receiver was named as custom loader. ``nccl``:
     the version that it is installed with ("": not known), ``nccl_variables`` what members of a group must agree on.
     """
 
@@ -85,7 +85,7 @@ class Engine(Protocol):
         ...
 
     def init_weights_update_group(self, group: GroupSpec, deadline: Deadline) -> None:
-        """Have every TP rank join a group; returns when all members have come, and the engine does nothing else till then."""
+        """Have every TP rank join a group; the engine does nothing else until all members have come."""
         ...
 
     def update_weights_from_distributed(

@@ -23,7 +23,7 @@ _ALIGN = 16
 
 
 class Chunk(NamedTuple):
-    """What one message carries: copies and the bytes where each begins, contiguous. ``nbytes`` is the message's length."""
+    """What one message carries: copies, contiguous, and the byte at which each begins. ``nbytes`` is its length."""
 
     parts: tuple[tuple[Copy, int], ...]
     nbytes: int
@@ -107,7 +107,7 @@ class Outgoing:
 
 
 class Incoming:
-    """One engine rank's end. ``chunks``: by the group rank it comes from; ``view`` gives the engine's memory of a copy."""
+    """An engine rank's end. ``chunks``: by the group rank they come from; ``view`` gives the memory of a copy."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 class Group:
-    """Membership in one process group. Every wait ends by its deadline; whoever misses one must ``abort`` and make anew.
+    """Membership in one process group. Every wait ends by its deadline; who misses one must ``abort`` and make anew.
 
     ``device`` is where the tensors lie: the CPU with gloo, a GPU with nccl. Raises TransferError if not all have come
     before ``timeout_s``. Nothing has been sent yet then: NCCL connects at the first collective. ``in_engine``: leave no
@@ -108,7 +108,7 @@ class Group:
         self._wait([work], deadline, "broadcast")
 
     def start(self, sends: Transfers, receives: Transfers) -> list[Any]:
-        """Begin sends and receives as one; hand the result to ``finish``. The tensors must stay as they are until then."""
+        """Begin sends and receives as one; hand the result to ``finish``. Until then the tensors must be left alone."""
         group = self._alive()
         with self._failing("exchange"):
             if self.device.type == "cpu":
@@ -188,12 +188,14 @@ def _unregistered(
     if backend == "nccl":
         options = distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout, options.group_name = limit, name
-        kind, made = ProcessGroup.BackendType.NCCL, distributed_c10d.ProcessGroupNCCL(
-            PrefixStore(f"{device}/", inner), rank, world_size, options
+        kind, made = (
+            ProcessGroup.BackendType.NCCL,
+            distributed_c10d.ProcessGroupNCCL(PrefixStore(f"{device}/", inner), rank, world_size, options),
         )
     else:
-        kind, made = ProcessGroup.BackendType.GLOO, distributed_c10d.ProcessGroupGloo(
-            PrefixStore(f"{device}/", inner), rank, world_size, timeout=limit
+        kind, made = (
+            ProcessGroup.BackendType.GLOO,
+            distributed_c10d.ProcessGroupGloo(PrefixStore(f"{device}/", inner), rank, world_size, timeout=limit),
         )
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, made)
@@ -202,7 +204,7 @@ def _unregistered(
 
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """Torch would end the process, which may be an engine, when a member of an NCCL group is lost; we abort the group."""
+    """Torch would end the process, which may be an engine, when an NCCL group loses a member; we abort the group."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

@@ -60,7 +60,7 @@ class Nursery:
             if not ready:
                 self.close()  # a late answer would be taken for that of the next request
                 raise deadline.error("starting a sender process")
-        reply = json.loads(line) if line else {"error": f"it ended with status {self._process.poll()}"}
+        reply: dict[str, Any] = json.loads(line) if line else {"error": f"ended with status {self._process.poll()}"}
         if "error" in reply:
             raise TransferError(f"no sender could be started: {reply['error']}")
         return SenderProcess(reply["pid"], reply["address"])
