@@ -250,6 +250,26 @@ def test_memory_that_was_withdrawn_is_mapped_anew(world):
     assert_serves(one.engines[0], one.tensors, 3)
 
 
+class Concatenating(FakeModel):
+    """Loads gate and up by a concatenation, which no trace can follow: the fused parameter is opaque."""
+
+    def load_weights(self, weights):
+        weights = dict(weights)
+        if "mlp.gate.weight" in weights and "mlp.up.weight" in weights:
+            pair = torch.cat([weights.pop("mlp.gate.weight"), weights.pop("mlp.up.weight")])
+            self.gate_up.data.copy_(pair)
+        super().load_weights(weights.items())
+
+
+def test_what_a_trace_cannot_follow_goes_by_buckets_beside_the_pull(world):
+    one = world(FakeEngine(models=[Concatenating()], receiver=True))
+    for step in (1, 2):
+        report = one.push(step)
+        assert_serves(one.engines[0], one.tensors, step)
+    assert report.route == "shm"
+    assert not report.verified, "no fingerprint speaks for an opaque parameter"
+
+
 BAD_REPLIES = ["500", "400", "200 false", "not json", "drop"]
 
 

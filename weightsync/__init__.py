@@ -1,7 +1,7 @@
 """weightsync brings a trainer's sharded weights into running SGLang engines after each training step.
 
-    with weightsync.launch("configs/sgl_dtensor_v2.yaml", publishers=addresses, engines=urls) as sync:
-        report = sync.push(step)
+with weightsync.launch("configs/sgl_dtensor_v2.yaml", publishers=addresses, engines=urls) as sync:
+    report = sync.push(step)
 """
 
 from weightsync.errors import (

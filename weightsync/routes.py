@@ -44,16 +44,16 @@ class PullRoute:
         self._relays: dict[tuple[str, int], Relay] = {}
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
-        before, self._relays = self._relays, _relays(links, plan, exports)
-        install_plan(self._fanout, links, plan, exports, deadline, pulls=True, relays=self._relays)
-        _close(before)  # only now has no receiver an arena of theirs mapped
         if self._rest is not None:
             self._rest.close()
         opaque = [link for link in links if link.has_opaque]
-        if opaque:
+        if opaque:  # first: it installs, for verification alone, what the pull's own plan then replaces
             traced = {need.tensor for link in opaque for layout in link.layouts for need in layout.needs}
             self._rest = self._make_rest(lambda name: name not in traced)
             self._rest.prepare(opaque, plan, exports, deadline)
+        before, self._relays = self._relays, _relays(links, plan, exports)
+        install_plan(self._fanout, links, plan, exports, deadline, pulls=True, relays=self._relays)
+        _close(before)  # only now has no receiver an arena of theirs mapped
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         push_id = secrets.token_hex(8)

@@ -32,9 +32,7 @@ from weightsync.views import box_of, source_view
 class BucketRoute:
     """``select`` limits the route to some tensors, by Hugging Face name."""
 
-    def __init__(
-        self, fanout: Fanout, config: Config, rules: list[Rule], select: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, fanout: Fanout, config: Config, rules: list[Rule], select: Callable[[str], bool]) -> None:
         self._fanout = fanout
         self._config = config
         self._rules = rules

@@ -199,7 +199,7 @@ class Layout(Struct):
 
 
 class Copy(Struct, array_like=True):
-    """One box of a tensor, from a shard of trainer rank ``rank`` (``source``) to an engine rank's param (``target``)."""
+    """One box of a tensor from a shard of trainer rank ``rank`` (``source``) to an engine rank's param (``target``)."""
 
     tensor: str
     box: Box
