@@ -10,7 +10,7 @@ import pytest
 from weightsync.config import Config, EngineConfig, EnvConfig, RenameConfig, load_config
 from weightsync.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("sgl_*.yaml"))
 PAIR = {"pair": "sgl_dtensor_v2"}
 
 

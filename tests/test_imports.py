@@ -28,6 +28,7 @@ PROCESSES = {
     "actor's session": (["session"], BASE | CUDA | {"httpx"}),
     "training worker": (["publisher", "trainers.dtensor_v2", "trainers.megatron"], BASE | CUDA),
     "engine": (["receiver"], BASE | CUDA),
+    "the demo's model writer": (["demo_model"], BASE),
 }
 
 # Modules that may import a library of an engine or a trainer, and then inside a function or at their top.
