@@ -347,7 +347,8 @@ def test_nothing_is_left_after_close(target):
         client.close()
         server.close()
         server.close()
-        target.gate.clear()
+        until(lambda: not [t for t in threading.enumerate() if t.name.startswith("weightsync-rpc")])
+        target.gate.clear()  # only now: a worker that comes to ``hold`` late would wait for ever
 
     round_trip()
     sockets, threads = own_sockets(), kernel_threads()
