@@ -250,6 +250,11 @@ def test_memory_that_was_withdrawn_is_mapped_anew(world):
     assert_serves(one.engines[0], one.tensors, 3)
 
 
+def test_an_arena_beyond_its_limit_is_refused_with_both_sizes(world):
+    with pytest.raises(TransferError, match=r"\d+ bytes is needed, arena_bytes allows 100"):
+        _ = world(engine(), arena_bytes=100).session
+
+
 class Concatenating(FakeModel):
     """Loads gate and up by a concatenation, which no trace can follow: the fused parameter is opaque."""
 

@@ -76,11 +76,12 @@ class Outlet:
 
     def __init__(
         self, held: Sequence[Held], *, transport: str, device: str, dtypes: Mapping[str, str], in_place: bool,
-        arena: Arena | None,
+        arena: Arena | None, limit_bytes: int = 0,
     ) -> None:  # fmt: skip
         """``device`` is the GPU's UUID for an arena of ``transport``; ``arena`` an earlier one, used again if it fits.
 
-        Raises TransferError if there is no room, ConfigError on a dtype that torch does not have.
+        Raises TransferError if there is no room, or none within ``limit_bytes`` (0: no limit), and ConfigError on a
+        dtype that torch does not have.
         """
         self._reasons: dict[str, list[str]] = {}
         self.segments: list[Segment] = []
@@ -93,7 +94,7 @@ class Outlet:
             for i, (h, dtype) in enumerate(zip(held, wanted, strict=True))
             if h.tensor.numel() and i not in self._in_place
         ]
-        self.arena = _reused(arena, lay_out(transport, device, copied))
+        self.arena = _reused(arena, _within(limit_bytes, lay_out(transport, device, copied), self.notes))
         if self.arena is not None:
             self.segments.append(self.arena.memory.segment)
         slots = {slot.number: slot for slot in self.arena.layout.slots} if self.arena is not None else {}
@@ -175,6 +176,13 @@ class Outlet:
         return Shard(
             held.name, held.shape, _name(dtype), held.box, tuple(strides), segment, byte_offset, held.is_buffer
         )
+
+
+def _within(limit_bytes: int, layout: Layout, notes: list[str]) -> Layout:
+    if limit_bytes and layout.nbytes > limit_bytes:
+        why = "; ".join(notes)
+        raise TransferError(f"an arena of {layout.nbytes} bytes is needed, arena_bytes allows {limit_bytes} ({why})")
+    return layout
 
 
 def _reused(arena: Arena | None, layout: Layout) -> Arena | None:

@@ -114,14 +114,20 @@ class Offer:
                 step=mark.step if mark is not None else None,
             )
 
-    def export(self, transport: str, dtypes: Mapping[str, str], *, in_place: bool) -> Export:
+    def export(self, transport: str, dtypes: Mapping[str, str], *, in_place: bool, arena_bytes: int = 0) -> Export:
         with self._lock, self._on_device():
             self._check_open()
             held = self._reader.read()
             device = devices.uuid_of(self._device) if self._device is not None and transport != "shm" else ""
             self._outlet = None
             outlet = Outlet(
-                held, transport=transport, device=device, dtypes=dtypes, in_place=in_place, arena=self._take_arena()
+                held,
+                transport=transport,
+                device=device,
+                dtypes=dtypes,
+                in_place=in_place,
+                arena=self._take_arena(),
+                limit_bytes=arena_bytes,
             )
             self._outlet, self._arena, self._shown, self._fits = outlet, outlet.arena, None, -1
             return Export(

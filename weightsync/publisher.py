@@ -30,11 +30,13 @@ class ExportRequest(Struct):
     """Make memory mappable by ``transport``, each tensor (by trainer name) in its dtype of ``dtypes`` or else its own.
 
     ``in_place``: share the trainer's own memory where it can be shared; false: copy everything into an arena.
+    ``arena_bytes``: the most that the arena may take; 0: no limit.
     """
 
     transport: str
     dtypes: dict[str, str]
     in_place: bool
+    arena_bytes: int = 0
 
 
 class PublishRequest(Struct):
@@ -64,7 +66,9 @@ class Wire:
 
     def export(self, request: ExportRequest) -> Export:
         """Make the tensors' memory mappable; moves nothing. Raises TransferError where there is no room."""
-        return self._offer.export(request.transport, request.dtypes, in_place=request.in_place)
+        return self._offer.export(
+            request.transport, request.dtypes, in_place=request.in_place, arena_bytes=request.arena_bytes
+        )
 
     def publish(self, request: PublishRequest) -> Published:
         """Raises TransferError if a later step is marked or weights were written after the mark, TransferTimeout.

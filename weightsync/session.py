@@ -159,7 +159,7 @@ class Session:
         own = {shard.tensor: shard.dtype for d in workers.descriptions.values() for shard in d.shards}
         dtypes = own | needed_dtypes(layouts, workers.rules, config.rename)
         transport = "cuda_ipc" if any(workers.devices().values()) else "shm"
-        self._exports = workers.export(dtypes, transport, deadline)
+        self._exports = workers.export(dtypes, transport, deadline, arena_bytes=config.arena_bytes)
         self._plan = build_plan(
             {r: e.shards for r, e in self._exports.items()},
             workers.rules,

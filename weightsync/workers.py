@@ -49,9 +49,15 @@ class Workers:
         """By rank, the name of the host that it runs on."""
         return {r: d.host for r, d in self.descriptions.items()}
 
-    def export(self, dtypes: dict[str, str], transport: str, deadline: Deadline) -> dict[int, Export]:
-        """Have every rank make its memory mappable by ``transport``, each tensor in the dtype named for it."""
-        request = ExportRequest(transport=transport, dtypes=dtypes, in_place=transport != "shm")
+    def export(
+        self, dtypes: dict[str, str], transport: str, deadline: Deadline, *, arena_bytes: int = 0
+    ) -> dict[int, Export]:
+        """Have every rank make its memory mappable by ``transport``, each tensor in the dtype named for it.
+
+        Raises TransferError if a rank would need an arena of more than ``arena_bytes`` (0: no limit).
+        """
+        in_place = transport != "shm"
+        request = ExportRequest(transport=transport, dtypes=dtypes, in_place=in_place, arena_bytes=arena_bytes)
         return self._each("export", dict.fromkeys(self.ranks, request), deadline, Export)
 
     def publish(self, step: int, regions: Regions, deadline: Deadline) -> dict[int, Published]:
