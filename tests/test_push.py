@@ -332,3 +332,14 @@ def test_what_publishing_raises_comes_before_engines_that_are_gone():
     links[1].attached = False
     with pytest.raises(TransferError, match="closed"):
         push(links, workers=FakeWorkers(publish=TransferError("it was closed"))).run()
+
+
+def test_a_fault_of_our_own_between_the_engines_calls_is_typed_and_settles_them():
+    class Broken(FakeRoute):
+        def move(self, links, step, deadline):
+            raise KeyError("bug")
+
+    links = three()
+    with pytest.raises(TransferError, match="KeyError"):
+        push(links, route=Broken()).run()
+    assert all(not link.client.paused and link.client.version == "old" for link in links)

@@ -98,9 +98,15 @@ class Push:
                 self._each(self._commit)
             with self._timed("continue"):
                 self._each(self._continue)
+        except (SourcesMoved, EnginesGone):
+            raise  # nothing was paused yet
         except WeightSyncError as error:
             self._abandon(error)
             raise
+        except Exception as e:  # a fault of ours must not leave an engine paused that could serve
+            error = TransferError(f"{type(e).__name__}: {e}")
+            self._abandon(error)
+            raise error from e
         self._seconds["total"] = time.perf_counter() - started
         return self._report()
 
