@@ -91,7 +91,13 @@ def _engine(job: Job, folder: Path) -> LocalEngine:
     if job.device == "cpu":
         args = ["--load-format", "dummy", "--skip-tokenizer-init"]
         return LocalEngine(
-            model, env=job.engine_env, tp_size=scenario.tp, dtype=scenario.engine_dtype, args=args, log=log
+            model,
+            env=job.engine_env,
+            tp_size=scenario.tp,
+            dtype=scenario.engine_dtype,
+            sleeps=False,
+            args=args,
+            log=log,
         )
     return GpuEngine(
         model,

@@ -24,8 +24,9 @@ RECEIVER = "weightsync.receiver.load"
 class LocalEngine:
     """One SGLang server in environment ``env``, serving ``model``, a folder. ``url`` answers once ``wait`` returned.
 
-    ``receiver`` loads our receiver into it; ``tp_size`` ranks share the CPU. ``log`` is its output file. A context
-    manager; ``close`` ends the server and all its children.
+    ``receiver`` loads our receiver into it; ``tp_size`` ranks share the CPU. An idle one takes a whole core a rank unless
+    it ``sleeps``, but some of those that do answer the first call after a rest only after up to a second. ``log`` is
+    its output file. A context manager; ``close`` ends the server and all its children.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class LocalEngine:
         receiver: bool = True,
         tp_size: int = 1,
         dtype: str = "float32",
+        sleeps: bool = True,
         args: Sequence[str] = (),
         log: str | Path | None = None,
     ) -> None:
@@ -45,6 +47,7 @@ class LocalEngine:
         self.log = Path(log) if log else Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
         options = ["--tp-size", str(tp_size), *args]
         options += ["--custom-weight-loader", RECEIVER] if receiver else []
+        options += ["--sleep-on-idle"] if sleeps else []
         variables = envs.process_env(environment) | {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
         if tp_size > 1:
             threads = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp_size))
@@ -119,6 +122,5 @@ def _command(model: str | Path, dtype: str, port: int) -> list[str]:
         "--host": "127.0.0.1",
         "--port": str(port),
     }
-    # An idle scheduler polls without pause, and takes a whole core, unless told to sleep.
-    flags = ["--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"]
+    flags = ["--disable-overlap-schedule", "--skip-server-warmup"]
     return ["-m", "sglang.launch_server", *[part for pair in options.items() for part in pair], *flags]
