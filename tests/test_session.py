@@ -255,6 +255,29 @@ def test_an_arena_beyond_its_limit_is_refused_with_both_sizes(world):
         _ = world(engine(), arena_bytes=100).session
 
 
+class VisionLanguage(FakeModel):
+    """Serves the text model as a part of itself: its names have a prefix, and it has a tower that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def load_weights(self, weights):
+        prefix = "language_model."
+        super().load_weights((n.removeprefix(prefix), w) for n, w in weights if n.startswith(prefix))
+
+
+def test_a_text_model_lands_in_a_vision_language_model_by_a_prefix_rule(world):
+    fake = FakeEngine(models=[VisionLanguage()], receiver=True)
+    rule = {"rename": [{"pattern": "^", "to": "language_model."}]}
+    with pytest.raises(PlanError, match="tower"):
+        _ = world(fake, **rule).session
+    one = world(fake, **rule, constants=["^tower$"])
+    assert one.push(1).verified
+    assert_serves(fake, one.tensors, 1)
+    assert fake.models[0].tower.eq(1).all()
+
+
 class Concatenating(FakeModel):
     """Loads gate and up by a concatenation, which no trace can follow: the fused parameter is opaque."""
 
