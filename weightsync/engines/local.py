@@ -24,8 +24,8 @@ RECEIVER = "weightsync.receiver.load"
 class LocalEngine:
     """One SGLang server in environment ``env``, serving ``model``, a folder. ``url`` answers once ``wait`` returned.
 
-    ``receiver`` loads our receiver into it; ``tp_size`` ranks share the CPU. An idle one takes a whole core a rank unless
-    it ``sleeps``, but some of those that do answer the first call after a rest only after up to a second. ``log`` is
+    ``receiver`` loads our receiver into it; ``tp_size`` ranks share the CPU. An idle rank takes a whole core unless it
+    ``sleeps``, but some of those that do answer the first call after a rest only after up to a second. ``log`` is
     its output file. A context manager; ``close`` ends the server and all its children.
     """
 
