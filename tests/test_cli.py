@@ -1,0 +1,57 @@
+"""The command line against a served session: what a user sees of a plan, a push and a refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.test_session import World, assert_serves, engine
+from weightsync.cli import app
+from weightsync.rpc import Server
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[World, str]]:
+    world = World(engine(2))
+    server = Server(world.session)
+    yield world, server.address
+    server.close()
+    world.close()
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(args))
+    return result.exit_code, result.output
+
+
+def test_plan_prints_what_a_push_would_move_and_moves_nothing(served):
+    world, address = served
+    status, text = run("plan", "--connect", address)
+    assert status == 0
+    assert "route shm" in text and world.engines[0].url in text
+    assert all(parameter.eq(-1).all() for model in world.engines[0].models for parameter in model.parameters())
+
+
+def test_push_prints_its_report_as_json(served):
+    world, address = served
+    world.train(3)
+    status, text = run("push", "3", "--connect", address)
+    report = json.loads(text)
+    assert (status, report["weight_version"], report["verified"]) == (0, "3", True)
+    assert_serves(world.engines[0], world.tensors, 3)
+
+
+def test_an_error_is_one_line_and_status_1(served):
+    world, address = served
+    world.train(1)
+    assert run("push", "1", "--connect", address)[0] == 0
+    status, text = run("push", "1", "--connect", address)
+    assert status == 1 and text.startswith("StaleVersion: ") and len(text.splitlines()) == 1
+
+
+def test_without_an_address_or_a_configuration_it_says_what_to_give():
+    status, text = run("push", "1")
+    assert status == 1 and "--connect" in text
