@@ -50,6 +50,8 @@ def run(
     Returns the table's rows.
     """
     console = console or Console()
+    if not console.is_terminal:
+        console.width = 110  # a file or a pipe has room for the whole table
     started = time.monotonic()
     cast = CASTS[pair]
     for name in (pair, cast.env, "sglang_cpu"):
@@ -68,7 +70,7 @@ def run(
         )
         console.print(sync.plan().explain(), highlight=False, markup=False, soft_wrap=True)
         rows = _loop(sync, trainers, engine, _Tokens(model), pushes, steps_per_push, cast.title, console)
-    console.print(f"done in {time.monotonic() - started:.0f} s")
+    console.print(f"\ndone in {time.monotonic() - started:.0f} s")
     return rows
 
 
