@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import secrets
+import sys
 import threading
 import weakref
 from urllib.parse import urlsplit
@@ -36,6 +37,12 @@ BOOT_ID = secrets.token_hex(8)
 
 ANNOUNCE_S = 5.0
 RESULT_S = 10.0
+SWITCH_INTERVAL_S = 1e-4
+"""How long the engine's event loop, which never rests, may keep the interpreter from a thread of ours that wants it.
+
+Python's own 5 ms would be spent at every answer of the receiver's server, and between any two small operations of a
+verification.
+"""
 
 
 class Attach(Struct, tag=True):
@@ -185,6 +192,7 @@ def _command(named_tensors: list[tuple[str, torch.Tensor]]) -> Attach | Pull:
 def _attach(model: nn.Module, command: Attach) -> None:
     from weightsync.receiver_session import ReceiverSession
 
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     before = _sessions.pop(model, None)
     if before is not None:
         before._retire()
