@@ -62,11 +62,12 @@ def test_what_can_be_shared_is_read_where_it_is_and_the_rest_from_the_arena(tens
     assert len(export.notes) == 1
     assert "no handle" in export.notes[0]
     assert "private" in export.notes[0]
-    published = reading.publish(1)[0]
+    reading.publish(1)
     for name, parts in reading.parts().items():
         assert torch.equal(parts[0][1], tensors[name]), name
-    assert published.fingerprints == [fingerprint(t, (0,) * t.dim()) for t in tensors.values()]
-    assert reading.seal(1)[0].fingerprints == published.fingerprints
+    sealed = reading.seal(1)[0]
+    assert sealed.published == [fingerprint(t, (0,) * t.dim()) for t in tensors.values()]
+    assert sealed.fingerprints == sealed.published
 
 
 def test_another_dtype_needs_the_arena(tensors, reading):
@@ -80,12 +81,12 @@ def test_another_dtype_needs_the_arena(tensors, reading):
 
 def test_a_write_in_place_shows_in_what_others_read_and_in_the_seal(tensors, publisher, reading):
     reading.export(in_place=True)
-    before = reading.publish(1)[0]
+    reading.publish(1)
     tensors["plain"][0, 0] = 99
     assert float(reading.parts()["plain"][0][1][0, 0]) == 99
     sealed = reading.seal(1)[0]
     assert sealed.changed == ["plain"]
-    assert sealed.fingerprints != before.fingerprints
+    assert sealed.fingerprints != sealed.published
 
 
 def test_memory_that_moved_voids_the_export_until_it_is_made_anew(tensors, publisher, reading):
@@ -94,7 +95,6 @@ def test_memory_that_moved_voids_the_export_until_it_is_made_anew(tensors, publi
     publisher.step_done(2)
     answer = reading.publish(2)[0]
     assert answer.generation == export.generation + 1
-    assert answer.fingerprints == []
     with pytest.raises(TransferError, match="nothing is published as step 2"):
         reading.seal(2)
     again = reading.export(in_place=True)[0]

@@ -118,12 +118,12 @@ class FakeWorkers:
     def publish(self, step, regions, deadline):
         if self.faults["publish"]:
             raise self.faults["publish"]
-        return {0: Published(step, 0, [FINGERPRINT], 0.0)}
+        return {0: Published(step, 0, 0.0)}
 
     def seal(self, step, regions, deadline):
         if self.faults["seal"]:
             raise self.faults["seal"]
-        return {0: Sealed([self.sealed], [], 0.0)}
+        return {0: Sealed([self.sealed], [FINGERPRINT], [], 0.0)}
 
 
 class FakePlan:

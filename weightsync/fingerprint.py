@@ -14,7 +14,7 @@ Runs in the training worker and in the engine. CPU tensors are summed here, exac
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -30,8 +30,10 @@ _BLOCK_ROWS = 1 << 16
 Item = tuple[torch.Tensor, Sequence[int]]
 
 
-def weight(dim: int, index: torch.Tensor) -> torch.Tensor:
-    """The weight of each ``index`` (int64, below 2**31) of dim ``dim``: odd, below 2**32, another for each index.
+def weight[T: (int, torch.Tensor)](dim: int, index: T) -> T:
+    """The weight of ``index`` of dim ``dim``, or of each of an int64 tensor of them: odd, below 2**32, no two the same.
+
+    Indices are below 2**31.
 
     Every step is a bijection on 31 bits: odd multiplier, xor with a shifted self, xor with a constant of the dim.
     """
@@ -62,6 +64,57 @@ def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) ->
     scratch = torch.empty(_PIECE_WORDS, dtype=torch.float64)
     with torch.no_grad():
         return [_on_cpu(tensor, tuple(origin), dtype or tensor.dtype, scratch) for tensor, origin in items]
+
+
+class Fingerprinter:
+    """Fingerprints of the same tensors, of one kind of device or several, again and again.
+
+    ``items`` are (tensor, origin, dtype to cast to). Tensors are kept alive; whoever calls sees to it that they are
+    still what is meant.
+    """
+
+    def __init__(self, items: Sequence[tuple[torch.Tensor, Sequence[int], torch.dtype]]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, (tensor, _, dtype) in enumerate(items):
+            groups.setdefault((tensor.device, dtype), []).append(i)
+        self._count = len(items)
+        self._groups = [
+            (members, _starter([(items[i][0], items[i][1]) for i in members], device, dtype))
+            for (device, dtype), members in groups.items()
+        ]
+
+    def start(self) -> Callable[[], list[int]]:
+        """Begin, after what the current streams hold; what is returned waits and gives one fingerprint an item.
+
+        On a CPU everything is done at once.
+        """
+        begun = [(members, start()) for members, start in self._groups]
+
+        def finish() -> list[int]:
+            numbers = [0] * self._count
+            for members, found in begun:
+                for i, number in zip(members, found(), strict=True):
+                    numbers[i] = number
+            return numbers
+
+        return finish
+
+    def run(self) -> list[int]:
+        """The fingerprints now, one an item."""
+        return self.start()()
+
+
+def _starter(items: list[Item], device: torch.device, dtype: torch.dtype) -> Callable[[], Callable[[], list[int]]]:
+    if device.type == "cuda":
+        from weightsync import fingerprint_cuda
+
+        return fingerprint_cuda.starter(items, dtype)
+
+    def start() -> Callable[[], list[int]]:
+        numbers = fingerprint_many(items, dtype)
+        return lambda: numbers
+
+    return start
 
 
 def _on_cpu(tensor: torch.Tensor, origin: tuple[int, ...], dtype: torch.dtype, scratch: torch.Tensor) -> int:

@@ -10,9 +10,7 @@ Runs in training workers and engines, on the current stream; imports Triton, so 
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -28,7 +26,6 @@ _FIELDS = 10  # of a slab: address, rows, cols, row stride, col stride, row at, 
 _NO_DIM = (1, 0, 0, -1)  # size, stride, origin, salt
 _SHAPES = {"wide": (128, 512, 16), "flat": (1, 4096, 1)}  # rows and cols of a tile, rows at a time
 _PROGRAMS_PER_SM = 32
-_RECENT = 4  # lists of regions whose tables are kept: those of publish, seal and verify in one process
 
 
 def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) -> list[int]:
@@ -36,29 +33,29 @@ def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) ->
 
     Casts between float32, bfloat16 and float16 happen inside the kernel; any other makes a temporary of one tensor.
     """
-    if not items:
-        return []
+    return starter(items, dtype)()() if items else []
+
+
+def starter(items: Sequence[Item], dtype: torch.dtype | None) -> Callable[[], Callable[[], list[int]]]:
+    """``fingerprint_many`` in three parts: tables now, launches at each call, results when what it returns is called."""
     fused = [i for i, (tensor, _) in enumerate(items) if _can_fuse(tensor.dtype, dtype)]
-    numbers = dict(zip(fused, _prepared([items[i] for i in fused], dtype).run(), strict=True))
-    for i, (tensor, origin) in enumerate(items):
-        if i not in numbers:
+    others = [i for i in range(len(items)) if not _can_fuse(items[i][0].dtype, dtype)]
+    tables = Fingerprints([items[i] for i in fused], dtype)
+
+    def start() -> Callable[[], list[int]]:
+        numbers: dict[int, int] = {}
+        for i in others:
+            tensor, origin = items[i]
             numbers[i] = Fingerprints([(tensor.detach().to(dtype), origin)]).run()[0]
-    return [numbers[i] for i in range(len(items))]
+        finish = tables.start()
 
+        def finished() -> list[int]:
+            numbers.update(zip(fused, finish(), strict=True))
+            return [numbers[i] for i in range(len(items))]
 
-_recent: OrderedDict[tuple, Fingerprints] = OrderedDict()
-_recent_lock = threading.Lock()
+        return finished
 
-
-def _prepared(items: Sequence[Item], dtype: torch.dtype | None) -> Fingerprints:
-    """Tables for these very addresses, made before or now. They keep no tensor alive: the caller holds the items."""
-    key = (dtype, *((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, tuple(o)) for t, o in items))
-    with _recent_lock:
-        found = _recent.pop(key, None) or Fingerprints(items, dtype).forget()
-        _recent[key] = found
-        while len(_recent) > _RECENT:
-            _recent.popitem(last=False)
-    return found
+    return start
 
 
 def _can_fuse(source: torch.dtype, target: torch.dtype | None) -> bool:
@@ -81,30 +78,37 @@ class Fingerprints:
         devices = {tensor.device for tensor, _ in self._items}
         assert len(devices) == 1, f"tensors of several devices: {devices}"
         self.device = devices.pop()
-        groups: dict[tuple, list[torch.Tensor]] = {}
+        groups: dict[tuple, list[list[int]]] = {}
         for index, (tensor, origin) in enumerate(self._items):
             target = dtype or tensor.dtype
             if not _can_fuse(tensor.dtype, target) or target.itemsize not in (1, 2, 4, 8):
                 raise PlanError(f"no fingerprint on the GPU for {tensor.dtype} as {target}")
-            rows = slabs_of(tensor, origin)
-            for key, part in _by_class(rows, tensor.dtype, target):
-                groups.setdefault(key, []).append(torch.cat([part, torch.full((len(part), 1), index)], dim=1))
-        self._launches = [_Launch(key, torch.cat(parts), self.device) for key, parts in groups.items()]
+            for slab in slabs_of(tensor, origin):
+                groups.setdefault(_class_of(slab, tensor.dtype, target), []).append([*slab, index])
+        self._launches = [_Launch(key, torch.tensor(rows), self.device) for key, rows in groups.items()]
 
-    def forget(self) -> Fingerprints:
-        """Let go of the tensors; from now on whoever calls ``run`` keeps them alive."""
-        self._items = []
-        return self
-
-    def run(self) -> list[int]:
-        """The fingerprints now, one an item, in [0, 2**64). Ordered after the current stream's work; waits for it."""
+    def start(self) -> Callable[[], list[int]]:
+        """Launch after the current stream's work; what is returned waits and gives one an item, in [0, 2**64)."""
         if not self._count:
-            return []
-        out = torch.zeros(self._count, dtype=torch.int64, device=self.device)
+            return list
         with torch.cuda.device(self.device):
+            out = torch.zeros(self._count, dtype=torch.int64, device=self.device)
             for launch in self._launches:
                 launch(out)
-            return [number & MASK for number in out.tolist()]
+            found = torch.empty(self._count, dtype=torch.int64, pin_memory=True)
+            found.copy_(out, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+
+        def finish() -> list[int]:
+            done.synchronize()
+            return [number & MASK for number in found.tolist()]
+
+        return finish
+
+    def run(self) -> list[int]:
+        """The fingerprints now. Ordered after the current stream's work; waits for it."""
+        return self.start()()
 
 
 class _Launch:
@@ -131,11 +135,15 @@ class _Launch:
         )  # fmt: skip
 
 
-def slabs_of(tensor: torch.Tensor, origin: Sequence[int]) -> torch.Tensor:
-    """The two-dim slabs of a strided tensor as int64 [slabs, 10]; see ``_FIELDS``. Empty if it has no elements."""
+def slabs_of(tensor: torch.Tensor, origin: Sequence[int]) -> list[list[int]]:
+    """The two-dim slabs of a strided tensor, each as in ``_FIELDS``. None if it has no elements.
+
+    In plain integers, not tensors: an engine's receiver shares the interpreter with a loop that never rests, and would
+    lose it at every operation of torch.
+    """
     assert len(origin) == tensor.dim(), f"origin {tuple(origin)} of a tensor of shape {tuple(tensor.shape)}"
     if tensor.numel() == 0:
-        return torch.empty(0, _FIELDS, dtype=torch.int64)
+        return []
     assert all(o + n < 1 << 31 for o, n in zip(origin, tensor.shape, strict=True)), "a dim beyond 2**31 elements"
     words = max(1, tensor.itemsize // 4) if tensor.itemsize == 8 else 1
     dims = [(n, s * words, o, _salt(d)) for d, (n, s, o) in enumerate(zip(tensor.shape, tensor.stride(), origin))]
@@ -144,14 +152,18 @@ def slabs_of(tensor: torch.Tensor, origin: Sequence[int]) -> torch.Tensor:
     wide = sorted((d for d in dims if d[0] > 1), key=lambda d: (d[1] != 1, -d[0]))
     col = wide.pop(0) if wide else _NO_DIM
     row = wide.pop(0) if wide else _NO_DIM
-    outer = wide + [d for d in dims if d[0] == 1]
-    prefix, address = torch.ones(1, dtype=torch.int64), torch.tensor([tensor.data_ptr()])
-    for size, stride, at, salt in outer:
-        steps = torch.arange(size)
-        prefix = (prefix[:, None] * weight(_dim_of(salt), at + steps)).reshape(-1)
-        address = (address[:, None] + steps * stride * min(tensor.itemsize, 4)).reshape(-1)
-    same = torch.tensor([row[0], col[0], row[1], col[1], row[2], col[2], row[3], col[3]])
-    return torch.cat([address[:, None], same.expand(len(address), -1), prefix[:, None]], dim=1)
+    starts = [(tensor.data_ptr(), 1)]  # address and prefix
+    for size, stride, at, salt in [*wide, *(d for d in dims if d[0] == 1)]:
+        step, dim = stride * min(tensor.itemsize, 4), _dim_of(salt)
+        factors = [weight(dim, at + i) for i in range(size)]
+        starts = [(a + i * step, p * factors[i] & MASK) for a, p in starts for i in range(size)]
+    same = [row[0], col[0], row[1], col[1], row[2], col[2], row[3], col[3]]
+    return [[address, *same, _signed(prefix)] for address, prefix in starts]
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same bits."""
+    return number - (1 << 64) if number >> 63 else number
 
 
 def _salt(dim: int) -> int:
@@ -162,17 +174,12 @@ def _dim_of(salt: int) -> int:
     return salt * pow(0x1E3779B1, -1, 1 << 31) % (1 << 31) - 1
 
 
-def _by_class(slabs: torch.Tensor, source: torch.dtype, target: torch.dtype) -> list[tuple[tuple, torch.Tensor]]:
-    """Cut a tensor's slabs by launch: 16-byte reads need alignment of address, row stride and column count."""
-    if len(slabs) == 0:
-        return []
+def _class_of(slab: list[int], source: torch.dtype, target: torch.dtype) -> tuple:
+    """By which launch a slab is read: 16-byte reads need alignment of address, row stride and column count."""
     size = min(source.itemsize, 4)
-    rows, cols, row_stride, col_stride = slabs[0, 1:5].tolist()
+    address, rows, cols, row_stride, col_stride = slab[:5]
     even = col_stride == 1 and cols * size % 16 == 0 and (rows == 1 or row_stride * size % 16 == 0)
-    aligned = (slabs[:, 0] % 16 == 0) & even
-    shape = "flat" if rows < 8 else "wide"
-    parts = [((source, target, shape, flag), slabs[aligned == flag]) for flag in (True, False)]
-    return [(key, part) for key, part in parts if len(part)]
+    return source, target, "flat" if rows < 8 else "wide", even and address % 16 == 0
 
 
 @triton.jit

@@ -6,14 +6,14 @@ module that owns the tensor, so that a replaced parameter is noticed and never r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from weightsync.fingerprint import fingerprint, fingerprint_many
+from weightsync.fingerprint import Fingerprinter, fingerprint
 from weightsync.spec import View
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,18 +46,6 @@ class Slot:
         """Whether it was made in inference mode."""
         return self._held().is_inference()
 
-    def is_at(self, place: Place | None) -> bool:
-        """``self.place() == place``, without making anything: a pull asks this of every tensor."""
-        held = self._holder.get(self._key)
-        if place is None or not isinstance(held, torch.Tensor):
-            return place is None and not isinstance(held, torch.Tensor)
-        return (
-            held.data_ptr() == place.address
-            and held.shape == place.shape
-            and held.stride() == place.strides
-            and held.dtype == place.dtype
-        )
-
     def _held(self) -> torch.Tensor:
         held = self._holder.get(self._key)
         if not isinstance(held, torch.Tensor):
@@ -84,7 +72,7 @@ class LiveWeights:
         self.slots = list(_slots(model))
         self.places = [slot.place() for slot in self.slots]
         self.constants: dict[str, torch.Tensor] = {}
-        self._fingerprints: dict[str, int] = {}  # of constants on a GPU, as kept
+        self._start_on_gpu: Callable[[], Callable[[], str]] | None = None  # while the kept ones are the same
         self._index = {slot.name: i for i, slot in enumerate(self.slots)}
 
     def index(self, name: str) -> int:
@@ -106,10 +94,14 @@ class LiveWeights:
 
     def moved(self) -> str:
         """Which tensor no longer lies where it was listed, and how it changed; empty if all do."""
-        for slot, before in zip(self.slots, self.places):
-            if not slot.is_at(before):
-                return f"{slot.name} was {_show(before)} and is {_show(slot.place())}"
-        return ""
+        held: list[Any] = [slot._holder.get(slot._key) for slot in self.slots]
+        try:
+            if [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in held] == self.places:
+                return ""
+        except AttributeError:  # not a tensor any more
+            pass
+        changed = ((slot, before) for slot, before in zip(self.slots, self.places) if slot.place() != before)
+        return next((f"{s.name} was {_show(before)} and is {_show(s.place())}" for s, before in changed), "")
 
     def keep(self, names: Iterable[str], known: LiveWeights | None = None) -> None:
         """Copy the named constants to host memory; ``known``'s copies are taken over where they fit."""
@@ -117,7 +109,7 @@ class LiveWeights:
             kept = known.constants.get(name) if known is not None else None
             now = self[name]
             fits = kept is not None and (kept.shape, kept.dtype) == (now.shape, now.dtype)
-            self._fingerprints.pop(name, None)
+            self._start_on_gpu = None
             self.constants[name] = kept if fits else now.to("cpu", copy=True)
 
     def restore(self) -> None:
@@ -126,23 +118,29 @@ class LiveWeights:
             self[name].copy_(kept)
 
     def changed_constant(self) -> str:
-        """The name of a constant whose bits are not those kept; empty if all are. On a GPU by fingerprints."""
-        live = {name: bits(self[name]) for name in self.constants}
-        here = {name: own for name, own in live.items() if not own.is_cuda}
-        for name, own in here.items():
-            if not torch.equal(own, bits(self.constants[name])):
-                return name
-        return self._changed_fingerprint({name: own for name, own in live.items() if name not in here})
+        """The name of a constant whose bits are not those kept; empty if all are."""
+        return self.start_constants()()
 
-    def _changed_fingerprint(self, live: dict[str, torch.Tensor]) -> str:
-        """As ``changed_constant``, of these, without a copy to host memory. The kept ones are read once."""
-        for name in live:
-            if name not in self._fingerprints:
-                kept = bits(self.constants[name])
-                self._fingerprints[name] = fingerprint(kept, (0,) * kept.dim())
-        numbers = fingerprint_many([(own, (0,) * own.dim()) for own in live.values()])
-        changed = (name for name, now in zip(live, numbers, strict=True) if now != self._fingerprints[name])
-        return next(changed, "")
+    def start_constants(self) -> Callable[[], str]:
+        """Begin ``changed_constant``; what is returned waits for it. On a GPU by fingerprints, without a copy."""
+        on_gpu = [name for name in self.constants if self[name].is_cuda]
+        here = (name for name in self.constants if name not in on_gpu)
+        changed = next((n for n in here if not torch.equal(bits(self[n]), bits(self.constants[n]))), "")
+        self._start_on_gpu = self._start_on_gpu or self._by_fingerprint(on_gpu)
+        found = self._start_on_gpu()
+        return lambda: changed or found()
+
+    def _by_fingerprint(self, names: list[str]) -> Callable[[], Callable[[], str]]:
+        """As ``start_constants``, of these; the kept ones are read once, the live ones where they lie now."""
+        live, kept = ([bits(tensors[name]) for name in names] for tensors in (self, self.constants))
+        check = Fingerprinter([(own, (0,) * own.dim(), own.dtype) for own in live])
+        before = [fingerprint(own, (0,) * own.dim()) for own in kept]
+
+        def start() -> Callable[[], str]:
+            found = check.start()
+            return lambda: next((n for n, now, then in zip(names, found(), before) if now != then), "")
+
+        return start
 
     def poison(self, names: Iterable[str] | None = None) -> None:
         """Set every bit of every tensor (or of those named): NaN for floats, -1 or the largest value for integers."""

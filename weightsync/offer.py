@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ from weightsync import devices
 from weightsync.arena import Arena, Outlet
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError, TransferTimeout
+from weightsync.source_checks import SourceChecks
 from weightsync.spec import Description, Export, Published, Sealed, Shard, SourceRegion
 from weightsync.trainers import Held, Reader, Seen
 from weightsync.versions import library_versions
-from weightsync.watch import OptimizerSteps, Watch, published_fingerprints, source_fingerprints
+from weightsync.watch import OptimizerSteps, Watch
 
 
 class _Mark(NamedTuple):
@@ -36,11 +37,18 @@ class _Mark(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """What was published last, and the fingerprint of each of its regions."""
+    """What was published last. ``fingerprints`` waits for those of its regions, on which a GPU may still be at work."""
 
     step: int
     watch: Watch
-    fingerprints: list[int]
+    fingerprints: Callable[[], list[int]]
+
+
+class _Checks(NamedTuple):
+    """``checks`` are of the tensors as the reader's ``reading`` found them."""
+
+    reading: int
+    checks: SourceChecks
 
 
 class Offer:
@@ -53,6 +61,7 @@ class Offer:
         self._outlet: Outlet | None = None
         self._arena: Arena | None = None
         self._shown: _Shown | None = None
+        self._checks: _Checks | None = None
         self._fits = -1  # the number of a reading that what is exported was found to fit, where it was
         self._generation = 0
         self._marking = threading.Condition()  # the mark
@@ -72,7 +81,8 @@ class Offer:
         if self._device is not None:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
-        mark = _Mark(step, Watch(self._reader.read(), self._steps), event)
+        seen = self._reader.glance()
+        mark = _Mark(step, Watch(Seen.of(self._reader.read()) if seen is None else seen, self._steps), event)
         with self._marking:
             self._mark = mark
             self._marking.notify_all()
@@ -129,7 +139,7 @@ class Offer:
                 arena=self._take_arena(),
                 limit_bytes=arena_bytes,
             )
-            self._outlet, self._arena, self._shown, self._fits = outlet, outlet.arena, None, -1
+            self._outlet, self._arena, self._shown, self._checks, self._fits = outlet, outlet.arena, None, None, -1
             return Export(
                 segments=outlet.segments,
                 shards=outlet.shards,
@@ -143,46 +153,54 @@ class Offer:
         mark = self._wait_for(step, Deadline(timeout_s, f"publish of step {step}"))
         with self._lock, self._on_device():
             reading = self._reader.reading
-            now = self._glance(regions)
+            now = self._glance()
             held = self._reader.read() if now is None else []
-            watch = Watch(held if now is None else now, self._steps)
+            watch = Watch(Seen.of(held) if now is None else now, self._steps)
             self._check_unwritten(step, mark.watch.written(watch))
             outlet = self._current(held, reading) if now is None else self._outlet
-            fingerprints: list[int] = []
             if outlet is not None:
                 if mark.event is not None:
                     mark.event.synchronize()
                 self._check_unwritten(step, self._reader.swapped())
-                if now is None:
+                if outlet.arena is not None:
                     outlet.fill(held)
-                    fingerprints = published_fingerprints(outlet.views, regions)
-                    self._check_unwritten(step, watch.changed(Watch(held, self._steps)))
-                self._shown = _Shown(step, watch, fingerprints)
-            return Published(step, self._generation, fingerprints, time.perf_counter() - start)
+                    self._check_unwritten(step, watch.changed(Watch(Seen.of(held), self._steps)))
+                begun = self._checks_of(outlet, held, regions).start_published() if regions else list
+                self._shown = _Shown(step, watch, begun)
+            return Published(step, self._generation, time.perf_counter() - start)
 
     def seal(self, step: int, regions: Sequence[SourceRegion]) -> Sealed:
         start = time.perf_counter()
         with self._lock, self._on_device():
-            shown, reading, now = self._shown, self._reader.reading, self._glance(regions)
+            shown, reading, now = self._shown, self._reader.reading, self._glance()
             held = self._reader.read() if now is None else []
             if shown is None or shown.step != step or self._outlet is None:
                 raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
-            changed = shown.watch.changed(Watch(held if now is None else now, self._steps))
+            changed = shown.watch.changed(Watch(Seen.of(held) if now is None else now, self._steps))
             if now is None:
                 self._check_same_tensors(self._outlet, held, reading)
-            fingerprints = source_fingerprints(self._outlet.views, held, regions)
-            for region, then, fingerprint in zip(regions, shown.fingerprints, fingerprints):
-                name = held[region.view.storage].name
+            begun = self._checks_of(self._outlet, held, regions).start_sources() if regions else list
+            found, published = begun(), shown.fingerprints()
+            for region, then, fingerprint in zip(regions, published, found):
+                name = self._outlet.shards[region.view.storage].tensor
                 if fingerprint != then and name not in changed:
                     changed.append(name)
-            return Sealed(fingerprints, changed, time.perf_counter() - start)
+            return Sealed(found, published, changed, time.perf_counter() - start)
 
-    def _glance(self, regions: Sequence[SourceRegion]) -> list[Seen] | None:
+    def _checks_of(self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion]) -> SourceChecks:
+        """What fingerprints ``regions``: made anew when the outlet, the tensors' places or the regions are others."""
+        made = self._checks
+        if made is None or made.reading != self._reader.reading or made.checks.regions != regions:
+            now = held or self._reader.read()
+            made = self._checks = _Checks(self._reader.reading, SourceChecks(outlet.views, now, regions))
+        return made.checks
+
+    def _glance(self) -> Seen | None:
         """All that is exported, if nothing moved since it was compared with a reading; None if it must be read.
 
-        That is all there is to do where bytes are neither copied nor fingerprinted here.
+        That is all there is to do where bytes are not copied here.
         """
-        if regions or self._outlet is None or self._outlet.arena is not None or self._fits != self._reader.reading:
+        if self._outlet is None or self._outlet.arena is not None or self._fits != self._reader.reading:
             return None
         return self._reader.glance()
 
@@ -248,7 +266,7 @@ class Offer:
     def _void(self) -> None:
         if self._outlet is not None:
             self._generation += 1
-        self._outlet = self._shown = None
+        self._outlet = self._shown = self._checks = None
         self._fits = -1
 
     def _take_arena(self) -> Arena | None:

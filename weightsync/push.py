@@ -124,7 +124,6 @@ class Push:
         moved = [rank for rank, p in published.items() if p.generation != self._generations[rank]]
         if moved:
             raise SourcesMoved(f"training ranks {moved} moved their memory")
-        self._fingerprints = {rank: p.fingerprints for rank, p in published.items()}
 
     def _pause(self, link: EngineLink) -> None:
         link.progress.paused = True  # before the call: one that times out may still take effect
@@ -152,35 +151,45 @@ class Push:
         link.progress.began = False
 
     def _verify(self) -> None:
+        """Seal the sources and read the engines back, all at once; then compare."""
         sealing = self._fanout.submit(lambda: self._workers.seal(self.step, self._regions, self._deadline))
-        outcomes = self._fanout.each(self._read_back, self._links) if self._verifies else [None] * len(self._links)
-        sealed = sealing.result()
-        for rank, answer in sealed.items():
-            if answer.fingerprints != self._fingerprints[rank]:
-                raise TransferError(
-                    f"training rank {rank}: its weights are not those that were published as step {self.step}; "
-                    "something wrote to them during the move",
-                    rank=rank,
-                    safe_to_retry=True,
-                )
-        self._settle_failures(self._links, outcomes)
+        read = self._fanout.each(self._read_back, self._links) if self._verifies else [[] for _ in self._links]
+        answers = sealing.result()
+        rewritten = [rank for rank, answer in answers.items() if answer.fingerprints != answer.published]
+        if rewritten:
+            raise TransferError(
+                f"training ranks {rewritten}: their weights are not those that were published as step {self.step}; "
+                "something wrote to them during the move",
+                rank=rewritten[0],
+                safe_to_retry=True,
+            )
+        sealed = {rank: answer.published for rank, answer in answers.items()}
 
-    def _read_back(self, link: EngineLink) -> None:
-        if not link.has_receiver:
-            return
-        for rank, actual in enumerate(link.fingerprints(self._deadline)):
-            expected = self._plan.expected(link.url, rank, self._fingerprints)
+        def compare(link: EngineLink) -> WeightSyncError | None:
+            found = read[self._links.index(link)]
+            return found if isinstance(found, WeightSyncError) else self._compare(link, found, sealed)
+
+        self._settle_failures(self._links, [compare(link) for link in self._links])
+
+    def _read_back(self, link: EngineLink) -> list[list[int]]:
+        return link.fingerprints(self._deadline) if link.has_receiver else []
+
+    def _compare(self, link: EngineLink, found: list[list[int]], sealed: dict[int, list[int]]) -> VerifyMismatch | None:
+        """``found``: by TP rank, one fingerprint a need; ``sealed``: by trainer rank, one a region."""
+        for rank, actual in enumerate(found):
+            expected = self._plan.expected(link.url, rank, sealed)
             needs = link.layouts[rank].needs
             wrong = [n.tensor for n, e, a in zip(needs, expected, actual, strict=True) if e != a]
             if wrong:
-                raise VerifyMismatch(
+                return VerifyMismatch(
                     f"{len(wrong)} of {len(needs)} regions in the engine's memory differ from what was published "
                     f"as step {self.step}: {', '.join(dict.fromkeys(wrong[:8]))}",
                     engine=link.url,
                     rank=rank,
                     tensor=wrong[0],
                 )
-        link.progress.verified = link.fully_verifiable
+        link.progress.verified = bool(found) and link.fully_verifiable
+        return None
 
     def _commit(self, link: EngineLink) -> None:
         link.client.stamp(str(self.step), self._deadline)

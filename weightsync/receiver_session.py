@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from weightsync import receiver as wire
-from weightsync.errors import PlanError, VerifyMismatch
+from weightsync.errors import PlanError, TransferError, VerifyMismatch
 from weightsync.exchanging import ExchangedPlan, Membership
-from weightsync.fingerprint import Item, fingerprint_many
+from weightsync.fingerprint import Fingerprinter
 from weightsync.layouts import constants_of, layout_of
 from weightsync.live import LiveWeights, bits
 from weightsync.pull_log import PullLog
 from weightsync.pulling import InstalledPlan, MappedSegments, slot_view
 from weightsync.rpc import Server
 from weightsync.spec import Layout
-from weightsync.trace import finalise, trace
+from weightsync.trace import finalise, has_hook, trace
 from weightsync.transports.nccl import Join
 
 _RETIRED_S = 60.0
@@ -54,6 +54,7 @@ class ReceiverSession:
         self._device = next((s.tensor().device for s in self._live.slots), torch.device("cpu"))
         self._layout = layout_of(self._live, traced, rank=command.tp_rank, device=self._device)
         self._plan: InstalledPlan | ExchangedPlan | None = None
+        self._fingerprinter: Fingerprinter | None = None
         self._membership = Membership(self._device)
         self._mapped = MappedSegments()
         self._lock = threading.RLock()
@@ -80,7 +81,7 @@ class ReceiverSession:
                 )
             if self._plan is None:  # a plan that leaves parameters unwritten was allowed to: they are constants too
                 self._live.keep(self._unfed, known=self._known)
-            self._plan = made
+            self._plan, self._fingerprinter = made, None
             self._mapped.close_all_but(made.segments)
         if install.verified and self._device.type == "cuda":
             self._prepare_to_verify()
@@ -99,16 +100,14 @@ class ReceiverSession:
         Raises VerifyMismatch naming ``constant:NAME`` if a tensor that no push writes has changed.
         """
         with self._lock, self._on_device(), torch.inference_mode():
-            plan = self._installed()
-            items = self._items(plan)
-            changed = self._live.changed_constant()
-            if changed:
+            needs, constants = self._checks().start(), self._live.start_constants()
+            if changed := constants():
                 raise VerifyMismatch(
                     f"{changed}, which no push writes, is not what it was; a full push restores it",
                     tensor=f"constant:{changed}",
                     rank=self._layout.rank,
                 )
-            return fingerprint_many(items) if items else []
+            return needs()
 
     def poison(self) -> None:
         """Set every bit of every parameter, buffer and derived tensor (NaN for floats): what a full push must undo.
@@ -195,11 +194,11 @@ class ReceiverSession:
         if self._derived:
             with torch.inference_mode():
                 self._live.poison(self._derived)
-        with self._live.writable():
-            ran = finalise(self._model)
-        self._synchronise()
-        if not ran and not self._derived:
+        if not self._derived and not has_hook(self._model):
             return
+        with self._live.writable():
+            finalise(self._model)
+        self._synchronise()
         for name in self._derived:
             own = bits(self._live[name])
             if bool((own == (255 if own.dtype == torch.uint8 else -1)).any()):
@@ -216,15 +215,23 @@ class ReceiverSession:
             raise PlanError("no plan is installed in this receiver")
         return self._plan
 
-    def _items(self, plan: InstalledPlan | ExchangedPlan) -> list[Item]:
-        """What a plan is verified by: the live memory of each need, and where that starts."""
-        return [(slot_view(self._live, n.view, n.box.size), n.box.offset) for n in plan.needs]
+    def _checks(self) -> Fingerprinter:
+        """What the installed plan is verified by: the live memory of each need. Made once for as long as that stays."""
+        plan = self._installed()
+        if moved := self._live.moved():
+            self._void()
+            raise TransferError(f"the engine moved a tensor since it was attached: {moved}")
+        if self._fingerprinter is None:
+            views = [slot_view(self._live, n.view, n.box.size) for n in plan.needs]
+            pairs = zip(views, plan.needs, strict=True)
+            self._fingerprinter = Fingerprinter([(view, need.box.offset, view.dtype) for view, need in pairs])
+        return self._fingerprinter
 
     def _prepare_to_verify(self) -> None:
         """Compile the kernels and make the tables now: at the first push that would take seconds of its pause."""
         with self._lock, self._on_device(), torch.inference_mode():
+            self._checks().run()
             self._live.changed_constant()
-            fingerprint_many(self._items(self._installed()))
 
     def _void(self) -> None:
         """The layout no longer holds: the actor must attach again, and sees that by the empty session."""
@@ -235,7 +242,7 @@ class ReceiverSession:
         self._membership.leave()  # before the lock: a pull may wait in the group
         with self._lock:
             self._void()
-            self._plan = None
+            self._plan = self._fingerprinter = None
             self._mapped.close_all_but([])
         timer = threading.Timer(_RETIRED_S, self._server.close)
         timer.daemon = True

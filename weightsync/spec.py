@@ -127,18 +127,22 @@ class SourceRegion(Struct, array_like=True):
 
 
 class Published(Struct):
-    """A publisher's answer to ``publish``: the step's bytes lie readable; one fingerprint a region asked for."""
+    """A publisher's answer to ``publish``: the step's bytes lie readable. Their fingerprints come with the seal."""
 
     step: int
     generation: int
-    fingerprints: list[int]
     seconds: float
 
 
 class Sealed(Struct):
-    """A publisher's answer to ``seal``, after the move: fingerprints of the sources now, and tensors that changed."""
+    """A publisher's answer to ``seal``, after the move: fingerprints of the sources now, one a region asked for.
+
+    ``published`` are those of what was published. ``changed`` names tensors that were written to or moved since, or
+    whose two fingerprints differ.
+    """
 
     fingerprints: list[int]
+    published: list[int]
     changed: list[str]
     seconds: float
 

@@ -64,13 +64,15 @@ def trace(model: nn.Module, live: LiveWeights, tensors: Sequence[TensorSpec]) ->
     return recorder.result(failure)
 
 
-def finalise(model: nn.Module) -> bool:
-    """Recompute what the model derives from its weights, as its own loader would; False if it has nothing to do."""
-    hook = getattr(model, "post_load_weights", None)
-    if not callable(hook):
-        return False
-    hook()
-    return True
+def has_hook(model: nn.Module) -> bool:
+    """Whether the model has something to recompute after loading."""
+    return callable(getattr(model, "post_load_weights", None))
+
+
+def finalise(model: nn.Module) -> None:
+    """Recompute what the model derives from its weights, as its own loader would."""
+    if has_hook(model):
+        model.post_load_weights()
 
 
 def _main_float(live: LiveWeights) -> torch.dtype:

@@ -232,7 +232,7 @@ def test_a_publisher_shows_zero_centred_norms_computed_and_sees_them_change() ->
         (shard,) = export.shards
         regions = [SourceRegion(shard.box, View(0, 0, shard.strides))]
         publisher.step_done(1)
-        published = client.call("publish", PublishRequest(1, regions, 10.0), deadline=deadline, returns=Published)
+        client.call("publish", PublishRequest(1, regions, 10.0), deadline=deadline, returns=Published)
         memory = shm.open_segment(export.segments[0])
         shown = memory.tensor[shard.byte_offset : shard.byte_offset + 6].view(torch.bfloat16).clone()
         memory.close()
@@ -242,7 +242,7 @@ def test_a_publisher_shows_zero_centred_norms_computed_and_sees_them_change() ->
         client.close()
 
     assert shown.tolist() == [1.25, 0.5, 1.0]
-    assert (sealed.changed, sealed.fingerprints) == ([], published.fingerprints)
+    assert (sealed.changed, sealed.fingerprints) == ([], sealed.published)
     assert changed.changed == ["decoder.final_layernorm.weight"]
 
 

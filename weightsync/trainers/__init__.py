@@ -50,11 +50,18 @@ class Held:
 
 
 class Seen(NamedTuple):
-    """Of a ``Held`` what tells of writes: the memory, not detached, and its owner. Not to be kept."""
+    """Of every ``Held``, in their order, what tells of writes: the memory, not detached, and its owner. Not to be kept.
 
-    name: str
-    tensor: torch.Tensor
-    owner: torch.Tensor | None
+    Three lists side by side, since a push looks at every tensor of the model three times.
+    """
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    owners: list[torch.Tensor | None]
+
+    @staticmethod
+    def of(held: list[Held]) -> Seen:
+        return Seen([h.name for h in held], [h.tensor for h in held], [h.owner for h in held])
 
 
 class Reader(Protocol):
@@ -78,7 +85,7 @@ class Reader(Protocol):
         """Every tensor of the model as it is now, in a stable order, each name once. Copies nothing."""
         ...
 
-    def glance(self) -> list[Seen] | None:
+    def glance(self) -> Seen | None:
         """What ``read`` would give, without its cost; None where only ``read`` can tell, or would find other things."""
         ...
 

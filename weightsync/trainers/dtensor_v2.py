@@ -60,10 +60,13 @@ class _Entry(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """What the last read found, by names and addresses: nothing in it keeps memory alive."""
+    """What the last read found, by names and addresses: nothing in it keeps memory alive. Those given come first."""
 
     traces: list
     entries: list[_Entry]
+    positions: list[int]
+    places: list[tuple]
+    names: list[str]
 
 
 class DTensorReader:
@@ -93,30 +96,29 @@ class DTensorReader:
 
     def read(self) -> list[Held]:
         same = self._unchanged()
-        if same is not None:
-            return [_held(entry, tensor, local) for entry, tensor, local in same if entry.given]
-        return self._read()
+        if same is None or self._last is None:
+            return self._read()
+        return [_held(*found) for found in zip(self._last.entries, *same) if found[0].given]
 
-    def glance(self) -> list[Seen] | None:
+    def glance(self) -> Seen | None:
         same = self._unchanged()
-        return None if same is None else [Seen(e.known.name, local, t) for e, t, local in same if e.given]
+        if same is None or self._last is None:
+            return None
+        tensors, locals_ = same
+        count = len(self._last.names)
+        return Seen(self._last.names, locals_[:count], [*tensors[:count]])
 
-    def _unchanged(self) -> list[tuple[_Entry, torch.Tensor, torch.Tensor]] | None:
-        """Entry, tensor and this rank's part of all that the last read found; None if anything is not as it was."""
+    def _unchanged(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """The tensors that the last read found, and this rank's part of each; None if anything is not as it was."""
         last = self._last
         if last is None:
             return None
         traces, tensors = _walk(self._source)
         if traces != last.traces:
             return None
-        found = []
-        for entry in last.entries:
-            tensor = tensors[entry.position]
-            local = _local_of(tensor)
-            if entry.known.place != _place(tensor, local):
-                return None
-            found.append((entry, tensor, local))
-        return found
+        found = [tensors[position] for position in last.positions]
+        locals_ = [_local_of(tensor) for tensor in found]
+        return (found, locals_) if list(map(_place, found, locals_)) == last.places else None
 
     def _read(self) -> list[Held]:
         traces, tensors = _walk(self._source)
@@ -152,8 +154,11 @@ class DTensorReader:
         self.reading += 1
         order = [*given, *(kinds.keys() - set(given))]
         entries = [_Entry(*kinds[raw], self._known[raw], i < len(given)) for i, raw in enumerate(order)]
-        can_glance = all(entry.position >= 0 for entry in entries)  # gathered FSDP2 parameters are not in the model
-        self._last = _Reading(traces, entries) if can_glance else None
+        positions = [entry.position for entry in entries]
+        places = [entry.known.place for entry in entries]
+        names = [entry.known.name for entry in entries if entry.given]
+        can_glance = all(position >= 0 for position in positions)  # gathered FSDP2 parameters are not in the model
+        self._last = _Reading(traces, entries, positions, places, names) if can_glance else None
 
     def rules(self, held: list[Held]) -> list[Rule]:
         return rules_of({h.name: h.shape for h in held})
@@ -194,24 +199,18 @@ def _walk(source: nn.Module | Mapping[str, torch.Tensor]) -> tuple[list, list[to
     if isinstance(source, Mapping):
         tensors = list(source.values())
         return [*source, *map(id, tensors)], tensors
-    traces: list = []
-    tensors = []
     modules, seen = [source], {id(source)}
     for module in modules:  # grows meanwhile
-        for own in (module._parameters, module._buffers):
-            if own:
-                traces.extend(own)
-                tensors.extend(own.values())
         children = module._modules
         if children:
-            traces.extend(children)
-            for child in children.values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    modules.append(child)
-    traces.extend(map(id, modules))
-    traces.extend(map(id, tensors))
-    return traces, tensors
+            new = [child for child in children.values() if child is not None and id(child) not in seen]
+            seen.update(map(id, new))
+            modules.extend(new)
+    owns = [own for module in modules for own in (module._parameters, module._buffers) if own]
+    tensors = [tensor for own in owns for tensor in own.values()]
+    names = [name for own in owns for name in own]
+    names += [name for module in modules for name in module._modules]
+    return [*names, *map(id, modules), *map(id, tensors)], tensors
 
 
 def _entries(source: nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -98,7 +98,7 @@ class MegatronReader:
         data = host_copies(self._wrapped, self._options.offloaded)
         return [self._held(slot.now(), data) for slot in self._slots]
 
-    def glance(self) -> list[Seen] | None:
+    def glance(self) -> Seen | None:
         """None: where parameters lie depends on what is offloaded, which only ``read`` finds out."""
         return None
 

@@ -1,0 +1,89 @@
+"""Fingerprints of what a trainer publishes, and of the sources that it was published from. Runs in training workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from weightsync.fingerprint import Fingerprinter
+from weightsync.spec import SourceRegion
+from weightsync.trainers import Held
+
+Items = list[tuple[torch.Tensor, Sequence[int], torch.dtype]]
+
+
+class SourceChecks:
+    """The regions of one export, ready to be fingerprinted at every push.
+
+    ``views`` is the published memory by shard index, ``held`` the tensors at the same indices. Valid while both stay
+    where they are. Keeps them alive.
+    """
+
+    def __init__(
+        self, views: Sequence[torch.Tensor | None], held: Sequence[Held], regions: Sequence[SourceRegion]
+    ) -> None:
+        self.regions = list(regions)
+        self._views = [_view_of(views, region) for region in regions]
+        self._held = [held[region.view.storage] for region in regions]
+        published: Items = []
+        sources: Items = []
+        self._computed: list[int] = []
+        for number, (region, view, own) in enumerate(zip(regions, self._views, self._held, strict=True)):
+            published.append((_region(view, region), region.box.offset, view.dtype))
+            if own.compute is not None or not _lie_alike(view, own.tensor):
+                self._computed.append(number)
+            else:
+                sources.append((_region(own.tensor, region), region.box.offset, view.dtype))
+        self._published = Fingerprinter(published)
+        self._sources = self._published if _same(published, sources) else Fingerprinter(sources)
+
+    def start_published(self) -> Callable[[], list[int]]:
+        """Begin the fingerprints of published memory; what is returned waits for them, one a region."""
+        return self._published.start()
+
+    def start_sources(self) -> Callable[[], list[int]]:
+        """As ``start_published``, of the sources as they are now, in the published dtype."""
+        finish = self._sources.start()
+        computed = self._of_computed()
+
+        def finished() -> list[int]:
+            plain = iter(finish())
+            return [computed[i] if i in computed else next(plain) for i in range(len(self.regions))]
+
+        return finished
+
+    def _of_computed(self) -> dict[int, int]:
+        """By region's number, of what is computed, or lies otherwise than it was published: one tensor at a time."""
+        numbers: dict[int, int] = {}
+        last, dense = -1, torch.empty(0)
+        for number in self._computed:
+            region, own = self.regions[number], self._held[number]
+            if region.view.storage != last:  # regions come shard by shard
+                source = own.tensor if own.compute is None else own.compute(own.tensor)
+                last, dense = region.view.storage, source.contiguous()
+            item = (_region(dense, region), region.box.offset, self._views[number].dtype)
+            numbers[number] = Fingerprinter([item]).run()[0]
+        return numbers
+
+
+def _view_of(views: Sequence[torch.Tensor | None], region: SourceRegion) -> torch.Tensor:
+    view = views[region.view.storage]
+    assert view is not None, f"a region of shard {region.view.storage}, of which this rank holds nothing"
+    return view
+
+
+def _region(tensor: torch.Tensor, region: SourceRegion) -> torch.Tensor:
+    start = tensor.storage_offset() + region.view.offset
+    return tensor.as_strided(region.box.size, region.view.strides, start)
+
+
+def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return all(s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True) if n > 1)
+
+
+def _same(published: Items, sources: Items) -> bool:
+    """Whether the sources are what is published: everything in place, nothing computed."""
+    return len(published) == len(sources) and all(
+        p[0].data_ptr() == s[0].data_ptr() and p[0].dtype == s[0].dtype for p, s in zip(published, sources)
+    )
