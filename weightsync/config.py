@@ -14,6 +14,7 @@ import msgspec
 from weightsync.errors import ConfigError
 
 Route = Literal["auto", "direct", "bucket", "nccl", "shm"]
+BUCKET_BYTES = 512 << 20
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +52,28 @@ class EngineConfig(Struct):
         return f"EngineConfig(url={self.url!r}, {shown})"
 
 
+class PlacementConfig(Struct):
+    """Which node, under Ray: one with these custom ``resources`` and these node ``labels``. Neither: see ``launch``."""
+
+    resources: dict[str, float] = {}
+    labels: dict[str, str] = {}
+
+
+class NodeActorConfig(Struct):
+    """A node actor. ``address``: of one that runs (``weightsync node``); without it one is started under Ray, on a node
+    with ``resources`` and ``labels``. ``host``: whose training ranks it reads, if its machine's name is another.
+    """
+
+    address: str = ""
+    host: str = ""
+    resources: dict[str, float] = {}
+    labels: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        shown = self.address.partition("#")[0]
+        return f"NodeActorConfig(address={shown!r}, host={self.host!r}, {self.resources!r}, {self.labels!r})"
+
+
 class Config(Struct):
     """Everything a weight sync can be told. Times in seconds, sizes in bytes.
 
@@ -60,6 +83,7 @@ class Config(Struct):
     flushed because requests wait. ``on_engine_failure``: ``raise`` fails the push, ``exclude`` goes on with the others.
     ``constants``: patterns of engine parameters that no trainer tensor feeds and no push writes; ``leave_out``:
     patterns of trainer tensors that no engine gets. ``envs``: by environment name, e.g. ``sgl_dtensor_v2``.
+    ``bucket_bytes``: of one bucket; None: by what the GPU has free, and BUCKET_BYTES in host memory and over NCCL.
     """
 
     pair: Literal["sgl_dtensor_v2", "sgl_megatron"]
@@ -69,7 +93,7 @@ class Config(Struct):
     verify: Literal["fingerprint", "none"] = "fingerprint"
     pause: Literal["abort", "retract", "in_place", "none"] = "abort"
     on_flush_refused: Literal["fail", "wait"] = "fail"
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: int | None = None
     arena_bytes: int = 0
     timeout_s: float = 120.0
     connect_timeout_s: float = 120.0
@@ -78,12 +102,15 @@ class Config(Struct):
     constants: list[str] = []
     leave_out: list[str] = []
     bind_host: str = "127.0.0.1"
+    source: Literal["mapped", "nccl"] = "mapped"
+    placement: PlacementConfig = PlacementConfig()
+    node_actors: list[NodeActorConfig] = []
     envs: dict[str, EnvConfig] = {}
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "timeout_s", "connect_timeout_s"):
             value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} must be positive, got {value}")
         if self.arena_bytes < 0:
             raise ConfigError(f"arena_bytes must be 0 (no limit) or positive, got {self.arena_bytes}")
@@ -140,7 +167,9 @@ def _convert(raw: Any, where: str) -> Config:
 def _parts(raw: dict) -> Iterator[tuple[str, dict, type[Struct]]]:
     """Every mapping with fixed keys in a configuration: its path, itself and the struct that it becomes."""
     yield "", raw, Config
-    for name, kind in (("engines", EngineConfig), ("rename", RenameConfig)):
+    if isinstance(raw.get("placement"), dict):
+        yield "placement.", raw["placement"], PlacementConfig
+    for name, kind in (("engines", EngineConfig), ("rename", RenameConfig), ("node_actors", NodeActorConfig)):
         entries = raw.get(name)
         for i, part in enumerate(entries if isinstance(entries, list) else []):
             if isinstance(part, dict):

@@ -15,9 +15,9 @@ import msgspec
 
 from weightsync import transports
 from weightsync.boxes import dense_strides, volume, whole
-from weightsync.config import Config
+from weightsync.config import BUCKET_BYTES, Config
 from weightsync.deadline import Deadline
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, EngineLost, TransferTimeout, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan, build_plan
@@ -25,12 +25,19 @@ from weightsync.routes import Outcome, install_plan
 from weightsync.sources import map_sources
 from weightsync.spec import Copy, Export, Layout, Need, Param, Rule, TensorSpec, View
 from weightsync.transports import Memory, Puller, bucket
-from weightsync.transports.bucket_cuda import CudaArena, share_by_handle
+from weightsync.transports.bucket_cuda import CudaArena, limit_bytes, share_by_handle
 from weightsync.views import box_of, source_view
+
+_HERE = "here"
 
 
 class BucketRoute:
     """``select`` limits the route to some tensors, by Hugging Face name."""
+
+    _engines_map_arenas = True
+    """Whether an engine that is late may still read an arena that the next push would fill."""
+    _sends_ahead = True
+    """Whether a bucket in GPU memory is sent while the engine loads the one before; it then waits in the engine."""
 
     def __init__(self, fanout: Fanout, config: Config, rules: list[Rule], select: Callable[[str], bool]) -> None:
         self._fanout = fanout
@@ -41,53 +48,99 @@ class BucketRoute:
         self._buckets: list[bucket.Bucket] = []
         self._pullers: list[Puller] = []
         self._arenas: list[bucket.Arena | CudaArena | Memory] = []
+        self._stale: list[bucket.Arena | CudaArena | Memory] = []
+        self._timed_out = False
+        self._largest = 0
+        self._planned: list[list[tuple[int, Copy]]] = []
+        self._exports: dict[int, Export] = {}
         self._gpu = ""
         self._mapped: list[Memory] = []
+        self._segments: dict[int, list[Memory]] = {}
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
         """Plan the buckets, map the trainer's memory and make the two arenas."""
         self.close()
         install_plan(self._fanout, links, plan, exports, deadline, pulls=False)
         tensors = self._tensors(exports)
-        self._buckets = self._pack(tensors)
-        largest = max((b.nbytes for b in self._buckets), default=0)
         self._gpu = next((layout.device for link in links for layout in link.layouts), "") or _gpu_of(exports)
-        self._arenas = [self._new_arena(largest, exports) for _ in self._buckets[:2]]
-        segments = self._map(exports)
-        for number, copies in enumerate(self._copies(tensors, exports)):
-            targets = bucket.views(self._arena(number), self._buckets[number])
-            pairs = [
-                (box_of(targets[i], copy.box), source_view(segments, exports[copy.rank].shards, copy))
-                for i, copy in copies
-            ]
-            self._pullers.append(transports.make_puller(pairs))
+        _check_visible(self._gpu, links)
+        self._buckets = self._pack(tensors)
+        self._largest = max((b.nbytes for b in self._buckets), default=0)
+        self._exports = exports
+        self._segments = self._map({rank: export for rank, export in exports.items() if self._is_here(rank)})
+        self._planned = self._copies(tensors, exports)
+        self._make_arenas()
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
-        """Fill one arena while the engines load the other. An engine that fails at one bucket gets no further ones."""
+        """Fill one arena while the engines load the other. An engine found to have failed gets no further buckets.
+
+        After a timeout the next move takes new arenas: that engine may still read the old ones.
+        """
+        if self._timed_out and self._engines_map_arenas:
+            self._stale += self._arenas
+            self._make_arenas()
+        self._timed_out = True
+        outcomes = self._move(links, deadline)
+        self._timed_out = any(isinstance(o, TransferTimeout | EngineLost) for o in outcomes)
+        if not self._timed_out:
+            for memory in self._stale:
+                memory.close()
+            self._stale = []
+        return outcomes
+
+    def _move(self, links: list[EngineLink], deadline: Deadline) -> list[Outcome]:
         outcomes: dict[str, Outcome] = dict.fromkeys((link.url for link in links), None)
+        ahead = self._sends_ahead and bool(self._gpu)
         sending: list[tuple[EngineLink, Future]] = []
         for number in range(len(self._buckets)):
-            self._pullers[number].run()
-            self._collect(sending, outcomes)
+            before = sending
+            try:
+                self._fill(number, deadline)
+            except WeightSyncError:
+                self._collect(before, outcomes)
+                raise
+            if not ahead:
+                self._collect(before, outcomes)
             sending = [
                 (link, self._fanout.submit(self._sender(link, number, deadline)))
                 for link in links
                 if outcomes[link.url] is None
             ]
+            if ahead:  # its arena is filled next
+                self._collect(before, outcomes)
         self._collect(sending, outcomes)
         return [outcomes[link.url] for link in links]
 
     def close(self) -> None:
         """Give arenas and mappings back. Idempotent."""
-        self._pullers, self._buckets = [], []
-        for memory in [*self._mapped, *self._arenas]:
+        self._pullers, self._buckets, self._planned = [], [], []
+        for memory in [*self._mapped, *self._arenas, *self._stale]:
             memory.close()
-        self._mapped, self._arenas = [], []
+        self._mapped, self._arenas, self._stale = [], [], []
+        self._segments, self._timed_out = {}, False
 
     # ------------------------------------------------------------------------------------------------- planning
 
+    def _is_here(self, rank: int) -> bool:
+        """Whether this process can map what that training rank exported."""
+        return True
+
+    def _make_arenas(self) -> None:
+        """Two arenas, and what fills them from memory that is mapped here."""
+        self._arenas = [self._new_arena(self._largest, self._exports) for _ in self._buckets[:2]]
+        self._pullers = []
+        for number, copies in enumerate(self._planned):
+            targets = bucket.views(self._arena(number), self._buckets[number])
+            pairs = [
+                (box_of(targets[i], copy.box), source_view(self._segments, self._exports[copy.rank].shards, copy))
+                for i, copy in copies
+                if self._is_here(copy.rank)
+            ]
+            self._pullers.append(transports.make_puller(pairs))
+
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
-        return bucket.plan_buckets(tensors, self._config.bucket_bytes)
+        limit = self._config.bucket_bytes or (limit_bytes(self._gpu) if self._gpu else BUCKET_BYTES)
+        return bucket.plan_buckets(tensors, limit)
 
     def _new_arena(self, nbytes: int, exports: dict[int, Export]) -> bucket.Arena | CudaArena | Memory:
         return CudaArena(nbytes, self._gpu) if self._gpu else bucket.Arena(nbytes)
@@ -107,6 +160,7 @@ class BucketRoute:
             {"bucket": [_layout_of(tensors)]},
             config=msgspec.structs.replace(self._config, leave_out=leave_out),
             source_devices=dict.fromkeys(exports, ""),
+            source_hosts={rank: _HERE if self._is_here(rank) else "" for rank in exports},
         )
         order = {e.tensor.name: (n, i) for n, b in enumerate(self._buckets) for i, e in enumerate(b.entries)}
         copies: list[list[tuple[int, Copy]]] = [[] for _ in self._buckets]
@@ -125,18 +179,22 @@ class BucketRoute:
 
     # -------------------------------------------------------------------------------------------------- sending
 
+    def _fill(self, number: int, deadline: Deadline) -> None:
+        self._pullers[number].run()
+
     def _arena(self, number: int) -> Any:
         return self._arenas[number % 2].tensor
 
-    def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], None]:
+    def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], int]:
+        """The call that sends a bucket, and returns its bytes."""
         one, what = self._buckets[number], f"bucket {number + 1} of {len(self._buckets)}"
 
-        def send() -> None:
+        def send() -> int:
             link.progress.applied = True  # before the call: one that times out may still be loaded
             share = share_by_handle if self._gpu else bucket.share_by_file
             payloads = bucket.payloads(self._arena(number), one, tp_size=link.tp_size, share=share)
             link.client.update(payloads, bucket.LOAD_FORMAT, deadline, what=what)
-            link.progress.num_bytes += one.nbytes
+            return one.nbytes
 
         return send
 
@@ -144,14 +202,29 @@ class BucketRoute:
     def _collect(sending: list[tuple[EngineLink, Future]], outcomes: dict[str, Outcome]) -> None:
         for link, future in sending:
             error = future.exception()
-            if error is not None and not isinstance(error, WeightSyncError):
+            if error is None:
+                link.progress.num_bytes += future.result()
+            elif isinstance(error, WeightSyncError):
+                outcomes[link.url] = outcomes[link.url] or error
+            else:
                 raise error
-            outcomes[link.url] = error
 
 
 def _gpu_of(exports: dict[int, Export]) -> str:
     """The UUID of the GPU that holds the first rank's memory; "" for host memory."""
     return next((segment.device for export in exports.values() for segment in export.segments), "")
+
+
+def _check_visible(gpu: str, links: list[EngineLink]) -> None:
+    """Raise ConfigError if an engine rank that told us what it sees does not see the GPU of the arenas."""
+    for link in links:
+        for layout in link.layouts:
+            if gpu and layout.visible and gpu not in layout.visible:
+                raise ConfigError(
+                    f"route bucket: TP rank {layout.rank} sees {', '.join(layout.visible)}, and buckets are filled on "
+                    f"{gpu}, which is masked from it: use route direct, or let CUDA_VISIBLE_DEVICES include it",
+                    engine=link.url,
+                )
 
 
 def _layout_of(tensors: list[TensorSpec]) -> Layout:
@@ -162,7 +235,7 @@ def _layout_of(tensors: list[TensorSpec]) -> Layout:
         rank=0,
         boot_id="",
         device="",
-        host="",
+        host=_HERE,
         params=params,
         needs=needs,
         fills=[],

@@ -7,26 +7,32 @@ Each engine has a group of its own; see ``transports.nccl`` for who sits in whic
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from weightsync import transports
-from weightsync.config import Config
+from weightsync.config import BUCKET_BYTES, Config
 from weightsync.deadline import Deadline
 from weightsync.engines import Tensors
 from weightsync.errors import ConfigError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
-from weightsync.groups import BroadcastGroup, ExchangeGroup
+from weightsync.gathering import GatherGroup, gathered, to_gather
+from weightsync.groups import BroadcastGroup
+from weightsync.groups_exchange import ExchangeGroup
+from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.routes import Outcome
 from weightsync.routes_bucket import BucketRoute
-from weightsync.spec import Export, Rule, Segment, TensorSpec
+from weightsync.spec import Export, Segment, TensorSpec
 from weightsync.transports import Memory, bucket
 from weightsync.transports.bucket_cuda import CudaArena
 from weightsync.transports.nccl import check_same_nccl, nccl_version
 from weightsync.transports.sender import Nursery
 from weightsync.workers import Workers
 
+GATHER_SHARE = 8
+"""Of a bucket: what its parts from other nodes may take on the way, twice, at both ends."""
 MIN_STALL_S = 5.0
 STALL_SHARE = 0.25
 """Of the push's time: what one bucket may take before its engine counts as stalled, so that the others still finish."""
@@ -41,18 +47,20 @@ class NcclRoute:
         self._workers = workers
         self._groups_fanout = Fanout("groups", workers=256)
         self._nursery = Nursery()
+        self._nodes = Nodes(self._nursery, config)
         self._exchanges: dict[str, ExchangeGroup] = {}
         self._whole = self._broadcast_of(lambda name: True)
         self._rest: BroadcastRoute | None = None
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
         """Compare versions, start the senders, give the receivers their plans. Opens no group: the first push does."""
+        self._nodes.connect(deadline)
+        places = self._nodes.places(self._workers.hosts(), self._workers.devices())
         for link in links:
-            check_fits(link, self._workers.devices())
+            check_fits(link, self._workers.devices(), self._nodes.nccl_versions())
         stock = [link for link in links if not link.has_receiver]
         self._whole.prepare(stock, plan, exports, deadline)
         self._prepare_rest([link for link in links if link.has_opaque], plan, exports, deadline)
-        devices = self._workers.devices()
         kept = {}
         for link in links:
             if link.has_receiver:
@@ -60,7 +68,7 @@ class NcclRoute:
                 if old is not None and old.info is not link.info:
                     old.close()
                     old = None
-                kept[link.url] = old or ExchangeGroup(link, self._config, self._groups_fanout, self._nursery, devices)
+                kept[link.url] = old or ExchangeGroup(link, self._config, self._groups_fanout, self._nodes, places)
         for group in self._exchanges.values():
             group.close()
         self._exchanges = kept
@@ -94,13 +102,11 @@ class NcclRoute:
         self._whole.close_groups()
         if self._rest is not None:
             self._rest.close_groups()
-        self._nursery.close()
+        self._nodes.close()
         self._groups_fanout.close()
 
     def _broadcast_of(self, select: Callable[[str], bool]) -> BroadcastRoute:
-        return BroadcastRoute(
-            self._fanout, self._config, self._workers.rules, select, self._groups_fanout, self._nursery
-        )
+        return BroadcastRoute(self._fanout, self._config, self._workers, select, self._groups_fanout, self._nodes)
 
     def _prepare_rest(
         self, opaque: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline
@@ -123,38 +129,47 @@ class NcclRoute:
 class BroadcastRoute(BucketRoute):
     """Whole tensors to stock engines: the bucket route's two arenas, broadcast instead of mapped."""
 
+    _engines_map_arenas = False  # its sender reads them, and is ended
+    _sends_ahead = False  # a group takes one broadcast after the other
+
     def __init__(
         self,
         fanout: Fanout,
         config: Config,
-        rules: list[Rule],
+        workers: Workers,
         select: Callable[[str], bool],
         groups_fanout: Fanout,
-        nursery: Nursery,
+        nodes: Nodes,
     ) -> None:
-        super().__init__(fanout, config, rules, select)
-        self._nursery = nursery
+        super().__init__(fanout, config, workers.rules, select)
+        self._workers = workers
+        self._nodes = nodes
+        self._places: dict[int, Place] = {}
         self._groups_fanout = groups_fanout
         self._groups: dict[str, BroadcastGroup] = {}
+        self._gather: GatherGroup | None = None
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
         if not links:
             self.close_groups()
             return
+        self._end_gathering()
+        self._places = self._nodes.places(self._workers.hosts(), self._workers.devices())
         super().prepare(links, plan, exports, deadline)
-        device = _device_of(exports)
+        device = self._device()
         kept = {}
         for link in links:
             old = self._groups.pop(link.url, None)
             if old is not None and old.info is not link.info:
                 old.give_up()
                 old = None
-            kept[link.url] = old or BroadcastGroup(link, self._config, self._groups_fanout, self._nursery, device)
+            kept[link.url] = old or BroadcastGroup(link, self._groups_fanout, self._nodes, device)
         for group in self._groups.values():
             group.close()
         self._groups = kept
         for group in kept.values():
             group.started(deadline)
+        self._prepare_gathering(links[0], exports, deadline)
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Make the groups that are missing, all at once; then the buckets, to those whose group works."""
@@ -170,7 +185,43 @@ class BroadcastRoute(BucketRoute):
         for group in self._groups.values():
             group.close()
         self._groups = {}
+        self._end_gathering()
         self.close()
+
+    def _prepare_gathering(self, like: EngineLink, exports: dict[int, Export], deadline: Deadline) -> None:
+        """The group that brings what lies on other nodes, if a bucket has any of it."""
+        read = {copy.rank for copies in self._planned for _, copy in copies}
+        remote = sorted({self._places[rank] for rank in read if not self._is_here(rank)})
+        if remote:
+            places = [Place("", self._device()), *remote]
+            self._gather = GatherGroup(self._groups_fanout, self._nodes, places, like=like)
+            arenas = [_segment(arena) for arena in self._arenas]
+            bucket_bytes = self._config.bucket_bytes or BUCKET_BYTES
+            chunk_bytes = max(1, bucket_bytes // (GATHER_SHARE * len(remote)))
+            wanted = [gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)]
+            self._gather.install(*to_gather(wanted, self._places, remote, exports, arenas, chunk_bytes))
+            self._gather.started(deadline)
+
+    def _end_gathering(self) -> None:
+        if self._gather is not None:
+            self._gather.give_up()
+        self._gather = None
+
+    def _is_here(self, rank: int) -> bool:
+        return not self._places[rank].host
+
+    def _device(self) -> str:
+        """The GPU on which buckets are assembled: that of the first training rank here; "" for host memory."""
+        return next((self._places[rank].device for rank in sorted(self._places) if self._is_here(rank)), "")
+
+    def _fill(self, number: int, deadline: Deadline) -> None:
+        gathering = None
+        if self._gather is not None:
+            gather = self._gather
+            gathering = self._fanout.submit(lambda: gather.fill(number, _within(deadline)))
+        super()._fill(number, deadline)
+        if gathering is not None:
+            gathering.result()
 
     def _open(self, link: EngineLink, deadline: Deadline) -> None:
         group = self._groups[link.url]
@@ -180,29 +231,32 @@ class BroadcastRoute(BucketRoute):
         group.ready(_segment(self._arenas[0]), _within(deadline))
 
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
-        return bucket.without_gaps(tensors, self._config.bucket_bytes)
+        return bucket.without_gaps(tensors, self._config.bucket_bytes or BUCKET_BYTES)
 
     def _new_arena(self, nbytes: int, exports: dict[int, Export]) -> Memory:
-        device = _device_of(exports)
+        device = self._device()
         return transports.get("cuda_ipc" if device else "shm").allocate(max(nbytes, 1), device)
 
-    def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], None]:
+    def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], int]:
         planned = self._buckets[number]
         specs = [entry.tensor for entry in planned.entries]
         tensors = Tensors([s.name for s in specs], [s.dtype for s in specs], [s.shape for s in specs])
 
-        def send() -> None:
+        def send() -> int:
             link.progress.applied = True  # before the call: one that times out may still be loaded
             what = f"bucket {number + 1} of {len(self._buckets)}"
             segment = _segment(self._arenas[number % 2])
             self._groups[link.url].send(segment, planned.nbytes, tensors, _within(deadline), what)
-            link.progress.num_bytes += planned.nbytes
+            return planned.nbytes
 
         return send
 
 
-def check_fits(link: EngineLink, devices: dict[int, str]) -> None:
-    """Raise ConfigError if this engine cannot be in a group with us: another NCCL, or a GPU that a sender is on."""
+def check_fits(link: EngineLink, devices: dict[int, str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise ConfigError if this engine cannot be in a group with us: another NCCL, or a GPU that a sender is on.
+
+    ``elsewhere``: by host of a node actor, its NCCL.
+    """
     assert link.info is not None, "connect first"
     if link.info.device == "cpu":
         return
@@ -215,11 +269,8 @@ def check_fits(link: EngineLink, devices: dict[int, str]) -> None:
             )
     said = next((v for layout in link.layouts if (v := layout.versions.get("nccl"))), link.info.nccl)
     check_same_nccl(said, nccl_version(), url=link.url)
-
-
-def _device_of(exports: dict[int, Export]) -> str:
-    """The GPU on which buckets are assembled: that of the first trainer rank with memory on one; "" for host memory."""
-    return next((s.device for _, e in sorted(exports.items()) for s in e.segments if s.device), "")
+    for host, version in elsewhere.items():
+        check_same_nccl(said, version, url=link.url, whose=f"the node actor of {host}")
 
 
 def _segment(arena: bucket.Arena | CudaArena | Memory) -> Segment:

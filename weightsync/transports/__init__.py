@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -74,3 +75,8 @@ def make_puller(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Puller:
     """A Puller by the transport that copies on the targets' device (all on one)."""
     on_gpu = any(target.is_cuda for target, _ in pairs)
     return get("cuda_ipc" if on_gpu else "shm").make_puller(pairs)
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
+    """Makes a tensor's GPU this thread's current one, so that what is mapped meanwhile can be copied to it."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
