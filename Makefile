@@ -35,7 +35,8 @@ demo: driver demo-envs
 bench: driver demo-envs
 	$(DRIVER)/weightsync bench $(ARGS)
 
-lock: driver
+lock:
+	@./bootstrap.sh
 	$(UV) lock
 	for project in envs/*/; do $(UV) lock --project "$$project" || exit 1; done
 

@@ -25,7 +25,7 @@ PROCESSES = {
     "driver": (["__init__", "cli", "doctor", "envs", "ray_channel", "sync"], BASE | {"rich", "typer"}),
     "served actor": (["serve", "actors.sgl_dtensor_v2", "actors.sgl_megatron"], BASE),
     "nouns": (["spec", "config", "errors", "plan", "rpc", "deadline", "versions"], BASE),
-    "actor's session": (["session"], BASE | CUDA | {"httpx"}),
+    "actor's session": (["session"], BASE | CUDA | {"httpcore"}),
     "training worker": (["publisher", "trainers.dtensor_v2", "trainers.megatron"], BASE | CUDA),
     "engine": (["receiver"], BASE | CUDA),
     "the demo's model writer": (["demo_model"], BASE),
@@ -133,7 +133,7 @@ def test_measured_the_driver_loads_no_torch_and_importing_does_no_work():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     seen = json.loads(out.stdout)
-    assert not set(seen["modules"]) & (CUDA | ENGINES | TRAINERS | {"ray", "httpx", "transformers"})
+    assert not set(seen["modules"]) & (CUDA | ENGINES | TRAINERS | {"ray", "httpcore", "transformers"})
     assert "weightsync" in seen["modules"]
     assert (seen["threads"], seen["tasks"], seen["opened"]) == (1, 1, 0)
 

@@ -37,7 +37,7 @@ def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) ->
 
 
 def starter(items: Sequence[Item], dtype: torch.dtype | None) -> Callable[[], Callable[[], list[int]]]:
-    """``fingerprint_many`` in three parts: tables now, launches at each call, results when what it returns is called."""
+    """``fingerprint_many`` in three parts: tables now, launches at each call, results when that is called."""
     fused = [i for i, (tensor, _) in enumerate(items) if _can_fuse(tensor.dtype, dtype)]
     others = [i for i in range(len(items)) if not _can_fuse(items[i][0].dtype, dtype)]
     tables = Fingerprints([items[i] for i in fused], dtype)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import re
 import time
+from http import HTTPStatus
 from typing import Any
 
-import httpx
 import msgspec
 
 from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.engines import RECEIVER_LOADER, EngineInfo, GroupSpec, PauseMode, Tensors
+from weightsync.engines.http import Http, Reply
 from weightsync.engines.refusals import SESSION_SINCE, Asked, refusals
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
-from weightsync.errors import ConfigError, EngineLost, EngineRejected, WeightSyncError
+from weightsync.errors import ConfigError, EngineRejected, WeightSyncError
 
 TEXT_LIMIT = 600
 FLUSH_RETRY_S = 0.25
-KEEPALIVE_S = 2.0  # below the server's own 5 s, so that no call is written into a connection it is closing
 
 
 class SglangEngine:
@@ -38,7 +38,7 @@ class SglangEngine:
         self._config = config
         self._keys = {"GET": api_key or admin_api_key, "POST": admin_api_key or api_key}
         self._has_sessions: bool | None = None
-        self._http = httpx.Client(limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S), trust_env=False)
+        self._http = Http(self.url)
 
     # ----------------------------------------------------------------------------------------------- the protocol
 
@@ -81,7 +81,7 @@ class SglangEngine:
             if reply.is_success:
                 return
             error = self._rejected(reply, "flush", True, hint="the KV cache was not flushed: requests are waiting")
-            if not wait or reply.status_code != httpx.codes.BAD_REQUEST:
+            if not wait or reply.status != HTTPStatus.BAD_REQUEST:
                 raise error
             if deadline.remaining_s() <= FLUSH_RETRY_S:
                 raise deadline.error(error.message, engine=self.url, phase="flush", safe_to_retry=True)
@@ -193,54 +193,24 @@ class SglangEngine:
 
     def _call(
         self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
-    ) -> httpx.Response:
-        doing = f"{method} {path}"
-        where: dict[str, Any] = {"engine": self.url, "phase": phase}
-        deadline.check(doing, **where, safe_to_retry=True)
-        content = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        if key := self._keys[method]:
-            headers["Authorization"] = f"Bearer {key}"
-        request = self._http.build_request(
-            method, self.url + path, content=content, headers=headers, timeout=deadline.remaining_s()
-        )
-        try:
-            reply = self._receive(request, deadline)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as e:
-            tried = f"{doing} at {self.url}: no connection ({_reason(e)})"
-            raise EngineLost(tried, **where, safe_to_retry=True) from e
-        except (httpx.TimeoutException, TimeoutError) as e:
-            raise deadline.error(doing, **where, safe_to_retry=retry) from e
-        except httpx.HTTPError as e:
-            raise EngineLost(f"{doing}: the connection broke ({_reason(e)})", **where, safe_to_retry=retry) from e
-        if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+    ) -> Reply:
+        key, content = self._keys[method], None if body is None else msgspec.json.encode(body)
+        reply = self._http.call(method, path, body=content, key=key, deadline=deadline, phase=phase, retry=retry)
+        if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             name = "api_key" if method == "GET" else "admin_api_key (or api_key, if it has no other)"
             why = f"it does not accept this {name}" if key else f"it wants an {name}, and none is configured"
-            raise ConfigError(f"{doing}: HTTP {reply.status_code}: {why}", **where)
+            raise ConfigError(f"{reply.to}: HTTP {reply.status}: {why}", engine=self.url, phase=phase)
         return reply
 
-    def _receive(self, request: httpx.Request, deadline: Deadline) -> httpx.Response:
-        """The whole answer; httpx's timeout is one read's, so a body that trickles in is cut off here."""
-        reply = self._http.send(request, stream=True)
-        try:
-            chunks = []
-            for chunk in reply.iter_bytes():
-                chunks.append(chunk)
-                if deadline.passed():
-                    raise TimeoutError
-        finally:
-            reply.close()
-        return httpx.Response(reply.status_code, content=b"".join(chunks), request=request)
-
-    def _rejected(self, reply: httpx.Response, phase: str, retry: bool, hint: str = "") -> EngineRejected:
+    def _rejected(self, reply: Reply, phase: str, retry: bool, hint: str = "") -> EngineRejected:
         text = self._text(reply)
-        said = f"{reply.request.method} {reply.request.url.path}: HTTP {reply.status_code}"
+        said = f"{reply.to}: HTTP {reply.status}"
         parts = [said, *([hint] if hint else []), f"the engine says: {text or '(nothing)'}"]
         return EngineRejected("; ".join(parts), engine=self.url, phase=phase, safe_to_retry=retry)
 
-    def _text(self, reply: httpx.Response) -> str:
+    def _text(self, reply: Reply) -> str:
         """The server's own words: its ``message`` or ``error`` if it sent one, cut to a readable length, key masked."""
-        text = reply.text
+        text = reply.content.decode(errors="replace")
         try:
             content = msgspec.json.decode(reply.content)
         except msgspec.DecodeError:
@@ -256,7 +226,3 @@ class SglangEngine:
 def _version(text: str) -> tuple[int, int, int] | None:
     match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -1,0 +1,80 @@
+"""One HTTP server as a push needs it: a whole answer within a deadline, or a typed error. Runs in the actor.
+
+By httpcore and not httpx, which is built on it: a push makes half a dozen small calls, and what httpx adds to one takes
+as long as the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import httpcore
+
+from weightsync.deadline import Deadline
+from weightsync.errors import EngineLost
+
+KEEPALIVE_S = 2.0  # below the server's own 5 s, so that no call is written into a connection it is closing
+
+
+class Reply(NamedTuple):
+    """``to``: what it answers, such as ``POST /flush_cache``."""
+
+    to: str
+    status: int
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class Http:
+    """Connections to ``base_url``, kept open between calls. Safe from several threads."""
+
+    def __init__(self, base_url: str) -> None:
+        self._url = base_url
+        self._pool = httpcore.ConnectionPool(keepalive_expiry=KEEPALIVE_S, max_connections=None)
+
+    def call(
+        self, method: str, path: str, *, body: bytes | None, key: str, deadline: Deadline, phase: str, retry: bool
+    ) -> Reply:
+        """``body`` is JSON. Raises EngineLost if there is no connection or it breaks, TransferTimeout at the deadline.
+
+        ``retry``: what the error says of trying again once the call may have been carried out.
+        """
+        doing = f"{method} {path}"
+        where: dict[str, Any] = {"engine": self._url, "phase": phase}
+        deadline.check(doing, **where, safe_to_retry=True)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            return self._exchange(doing, headers, body, deadline)
+        except (httpcore.ConnectError, httpcore.ConnectTimeout) as e:
+            tried = f"{doing} at {self._url}: no connection ({_reason(e)})"
+            raise EngineLost(tried, **where, safe_to_retry=True) from e
+        except (httpcore.TimeoutException, TimeoutError) as e:
+            raise deadline.error(doing, **where, safe_to_retry=retry) from e
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol) as e:
+            raise EngineLost(f"{doing}: the connection broke ({_reason(e)})", **where, safe_to_retry=retry) from e
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _exchange(self, doing: str, headers: dict[str, str], body: bytes | None, deadline: Deadline) -> Reply:
+        """The whole answer; httpcore's timeouts are one read's, so a body that trickles in is cut off here."""
+        method, path = doing.split(" ", 1)
+        timeouts = dict.fromkeys(("connect", "read", "write", "pool"), deadline.remaining_s())
+        asked = self._pool.stream(
+            method, self._url + path, headers=headers, content=body, extensions={"timeout": timeouts}
+        )
+        with asked as reply:
+            chunks = []
+            for chunk in reply.iter_stream():
+                chunks.append(chunk)
+                if deadline.passed():
+                    raise TimeoutError
+        return Reply(doing, reply.status, b"".join(chunks))
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
