@@ -60,6 +60,24 @@ def contexts_here() -> list[str]:
     return [uuid for index, uuid in enumerate(visible_uuids()) if cuda_driver.has_context(index)]
 
 
+def contexts_elsewhere(own: str) -> list[str]:
+    """Contexts that this process has on GPUs other than ``own``, in words: mapping a peer's memory may make them."""
+    pid, found = os.getpid(), []
+    for uuid in contexts_here():
+        if uuid != own:
+            taken = _used_by(pid, uuid)
+            size = f"of {taken / 1e6:.0f} MB" if taken else "(NVML does not say of what size)"
+            found.append(f"a context {size} on GPU {uuid} by process {pid}")
+    return found
+
+
+def _used_by(pid: int, uuid: str) -> int:
+    try:
+        return processes(uuid).get(pid, 0)
+    except TransferError:
+        return 0
+
+
 class _Memory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 

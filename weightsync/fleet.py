@@ -234,6 +234,11 @@ class EngineLink:
         """By TP rank, one fingerprint a need, of the engine's live memory."""
         return [r.call("verify", deadline=deadline, returns=list[int]) for r in self._receivers]
 
+    def contexts(self, deadline: Deadline) -> list[str]:
+        """What its ranks' processes have made on GPUs other than their own, in words."""
+        by_rank = [r.call("contexts", deadline=deadline, returns=list[str]) for r in self._receivers]
+        return [f"{self.url}: TP rank {rank}: {text}" for rank, found in enumerate(by_rank) for text in found]
+
     def report(self) -> EngineReport:
         return EngineReport(
             url=self.url,

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
+from weightsync import devices
 from weightsync import receiver as wire
 from weightsync.errors import PlanError, TransferError, VerifyMismatch
 from weightsync.exchanging import ExchangedPlan, Membership
@@ -136,6 +137,10 @@ class ReceiverSession:
             pid=os.getpid(),
             num_segments=self._mapped.count,
         )
+
+    def contexts(self) -> list[str]:
+        """The contexts that this process has on GPUs other than its own, in words."""
+        return devices.contexts_elsewhere(self._layout.device) if self._device.type == "cuda" else []
 
     def detach(self) -> None:
         """Unmap the trainer's memory and end the session. The engine keeps its weights."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from weightsync import receiver as wire
 from weightsync.deadline import Deadline
+from weightsync.devices import contexts_elsewhere
 from weightsync.errors import WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
@@ -54,6 +55,7 @@ class PullRoute:
         before, self._relays = self._relays, _relays(links, plan, exports)
         install_plan(self._fanout, links, plan, exports, deadline, pulls=True, relays=self._relays)
         _close(before)  # only now has no receiver an arena of theirs mapped
+        self._fanout.all(lambda link: _note_contexts(link, self._relays, deadline), links)
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         push_id = secrets.token_hex(8)
@@ -100,6 +102,17 @@ def _relays(links: list[EngineLink], plan: Plan, exports: dict[int, Export]) -> 
                 )
                 link.notes += [note] if note not in link.notes else []
     return relays
+
+
+_CONTEXT = ": a context "
+
+
+def _note_contexts(link: EngineLink, relays: dict[tuple[str, int], Relay], deadline: Deadline) -> None:
+    """Say in the engine's notes which contexts reading peers' memory has made, each some hundred MB of a GPU."""
+    found = link.contexts(deadline)
+    if any(url == link.url for url, _ in relays):
+        found += [f"the actor, which relays: {text}" for text in contexts_elsewhere("")]
+    link.notes = [note for note in link.notes if _CONTEXT not in note] + found
 
 
 def _close(relays: dict[tuple[str, int], Relay]) -> None:
