@@ -8,7 +8,7 @@ from weightsync.config import Config
 from weightsync.plan import PlanSummary
 from weightsync.spec import PushRequest, SyncReport
 
-TRAINER = "dtensor_v2"
+TRAINERS = {"sgl_dtensor_v2": "dtensor_v2", "sgl_megatron": "megatron"}  # by pair
 
 
 class Actor(Protocol):
@@ -27,7 +27,7 @@ class InProcess:
     def __init__(self, config: Config) -> None:
         from weightsync.session import Session
 
-        self._session = Session(config, trainer=TRAINER)
+        self._session = Session(config, trainer=TRAINERS[config.pair])
 
     def push(self, step: int) -> SyncReport:
         return self._session.push(PushRequest(step=step))

@@ -1,4 +1,4 @@
-"""One trainer and one engine, and everything that is measured between them. Rows are written as they come."""
+"""One trainer and its engines, and everything that is measured between them. Rows are written as they come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import models, rows
+from benchmarks import links, models, rows
 from benchmarks.actor import Actor, open_actor
 from benchmarks.rank_wire import Floor, FloorRequest, StockRequest, StockRuns, StockSetup, Times
 from benchmarks.rows import STOCK, EngineRef, Row, Struct
@@ -41,7 +41,7 @@ class Setting(Struct):
 
     route: str
     verify: str = "none"
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: int | None = None
 
     @property
     def name(self) -> str:
@@ -49,8 +49,9 @@ class Setting(Struct):
 
 
 class Subject(Struct):
-    """What is measured, as every row says it. ``dtype`` is the engine's, ``engine_gpus`` UUIDs by TP rank (on GPUs)."""
+    """What is measured, as every row says it. ``dtype`` is the engine's, ``engine_gpus`` UUIDs by rank (on GPUs)."""
 
+    pair: str
     model: str
     dtype: str
     gpu: str
@@ -74,8 +75,11 @@ class Plan(Struct):
 class Bench:
     """Measures one subject. A measurement that fails is noted in ``failures``, and the next one is tried."""
 
-    def __init__(self, subject: Subject, plan: Plan, trainers: Trainers, engine: LocalEngine, out: Path) -> None:
-        self.subject, self.plan, self.trainers, self.engine = subject, plan, trainers, engine
+    def __init__(
+        self, subject: Subject, plan: Plan, trainers: Trainers, engines: Sequence[LocalEngine], out: Path
+    ) -> None:
+        self.subject, self.plan, self.trainers = subject, plan, trainers
+        self.urls = [engine.url for engine in engines]
         self.steps = itertools.count(1)
         self.rows: list[Row] = []
         self.failures: dict[str, str] = {}
@@ -105,24 +109,23 @@ class Bench:
         summary = actor.plan()
         actor.close()
         self.details["plan"] = summary.explain()
-        copies = self._copy_rates(self.subject.engine_gpus)
-        by_rank = {row.engine_rank: 0.0 for row in summary.traffic}
-        for row in summary.traffic:
-            by_rank[row.engine_rank] += row.num_bytes / copies[row.same_device]
-        self._floor_s = max(by_rank.values()) if by_rank else models.num_bytes(self._specs) / copies[True]
+        loads = links.loads(summary.traffic, self._copy_rates(self.subject.engine_gpus))
+        self._floor_s = loads[0].seconds
         self.details["floor_s"] = self._floor_s
+        self.details["loads"] = [load._asdict() for load in loads]
 
-    def _copy_rates(self, engine_gpus: Sequence[str]) -> dict[bool, float]:
-        """Bytes/s of a copy on one device (True) and between two (False); the slowest of all ranks at once."""
+    def _copy_rates(self, engine_gpus: Sequence[str]) -> links.Rates:
+        """Of a copy on one device and between two; the slowest of all ranks at once."""
         homes = [info.device_uuid for info in self.trainers.infos]
         local = self._rate("local", [FloorRequest(self.subject.dtype) for _ in homes])
         if not engine_gpus:
-            return {True: local, False: local}  # one host memory
-        rates = {True: local}
-        elsewhere = [next((gpu for gpu in engine_gpus if gpu != home), "") for home in homes]
-        if all(elsewhere):
-            rates[False] = self._rate("peer", [FloorRequest(self.subject.dtype, device=gpu) for gpu in elsewhere])
-        return rates
+            return links.Rates(local, local)  # one host memory
+        elsewhere = [peer_of(number, home, engine_gpus) for number, home in enumerate(homes)]
+        if not all(elsewhere):
+            return links.Rates(local, local)  # there is but one GPU
+        return links.Rates(
+            local, self._rate("peer", [FloorRequest(self.subject.dtype, device=gpu) for gpu in elsewhere])
+        )
 
     def _rate(self, name: str, requests: list[FloorRequest]) -> float:
         found = self.trainers.each_its("floor", requests, returns=Floor, timeout_s=CALL_TIMEOUT_S)
@@ -132,7 +135,7 @@ class Bench:
     def stock(self, calls: Sequence[StockCalls]) -> None:
         """SGLang's own calls; each failure is noted on its own."""
         port = free_port() if any(c.distributed for c in calls) else 0
-        setup = StockSetup(self.engine.url, self.subject.engine.tp, port)
+        setup = StockSetup(self.urls, self.subject.engine.tp, port)
         if not self.attempt("stock setup", lambda: self.trainers.each("stock_setup", setup, timeout_s=CALL_TIMEOUT_S)):
             return
         for c in calls:
@@ -142,8 +145,9 @@ class Bench:
     def _stock_calls(self, calls: StockCalls) -> None:
         request = StockRequest(self.subject.dtype, calls.limit_bytes, calls.flattened, calls.distributed)
         runs = StockRuns(request, self.plan.n, self.plan.stock_budget_s)
-        times = self.trainers.each("stock", runs, returns=Times, timeout_s=CALL_TIMEOUT_S)[0]
-        self.add(f"stock: {calls.name}", STOCK, "none", times.seconds, {})
+        times = self.trainers.each("stock", runs, returns=Times, timeout_s=CALL_TIMEOUT_S)
+        slowest = [max(s) for s in zip(*(t.seconds for t in times if t.seconds), strict=True)]
+        self.add(f"stock: {calls.name}", STOCK, "none", slowest, {})
 
     def push(self, setting: Setting, *, label: str = "", beside: AbstractContextManager | None = None) -> None:
         """``plan.n`` pushes of changed weights, phases apart. ``beside`` is entered for their time."""
@@ -163,15 +167,15 @@ class Bench:
             "notes": reports[-1].notes,
             "connect_s": connected_s,
             "first_push_s": first.seconds,
-            "engine_s": median_seconds([r.engines[0].seconds for r in reports]),
+            "engine_s": [median_seconds([r.engines[i].seconds for r in reports]) for i in range(len(self.urls))],
             "moved_bytes": reports[-1].num_bytes,
         }
 
     def open(self, setting: Setting) -> Actor:
         """An actor that pushes as ``setting`` says."""
         config = Config(
-            pair="sgl_dtensor_v2",
-            engines=[EngineConfig(url=self.engine.url)],
+            pair=self.subject.pair,
+            engines=[EngineConfig(url=url) for url in self.urls],
             publishers=self.trainers.publishers,
             route=setting.route,
             verify=setting.verify,
@@ -224,6 +228,14 @@ class Bench:
         rows.write(self._out, rows.with_stock(self.rows))
         beside = self._out.with_suffix(".details.json")
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(self.details), indent=2))
+
+
+def peer_of(number: int, home: str, gpus: Sequence[str]) -> str:
+    """The GPU that a training rank copies to: of ``gpus`` another one than its ``home``, and as far as there are
+    enough, another one for each rank; "" if there is none."""
+    others = [gpus[(number + step) % len(gpus)] for step in range(len(gpus))]
+    start = others[1:] + others[:1] if home in gpus else others
+    return next((gpu for gpu in start if gpu != home), "")
 
 
 def median_seconds(found: list[dict[str, float]]) -> dict[str, float]:

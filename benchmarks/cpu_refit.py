@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks import rows, watchdog
 from benchmarks.bench import Plan, Setting
-from benchmarks.scenario_run import Job, head_commit
+from benchmarks.scenario_run import Job, Part, head_commit
 from benchmarks.scenarios import MIB, Scenario, StockCalls
 from benchmarks.trainers import REPOSITORY, Interpreter
 from weightsync import envs
@@ -51,13 +51,13 @@ def run(*, out: Path = RESULTS, model: str = "", n: int = 10, threads: int = 1) 
         envs.ensure(name, progress=lambda line: console.print(line, style="dim", highlight=False))
     scenario = msgspec.structs.replace(SCENARIO, model=model) if model else SCENARIO
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
+        measured = Path(folder) / out.name
+        trainer = Interpreter(str(envs.resolve("automodel").python))
         job = Job(
-            scenario=scenario,
+            parts=[Part("cpu-refit", scenario, trainer, str(measured))],
             device="cpu",
-            out=str(Path(folder) / out.name),
             logs=folder,
             plan=Plan(n=n, stock_budget_s=60.0, timeout_s=120.0),
-            trainer=Interpreter(str(envs.resolve("automodel").python)),
             engine=Interpreter(),
             commit=head_commit(),
             threads=threads,
@@ -67,7 +67,7 @@ def run(*, out: Path = RESULTS, model: str = "", n: int = 10, threads: int = 1) 
         if status:
             for log in sorted(Path(folder).glob("*.log")):
                 print(f"---- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-20:], sep="\n")
-        found = rows.read(job.out) if Path(job.out).exists() else []
+        found = rows.read(measured) if measured.exists() else []
     if found:
         console.print(rows.table(found, title=f"pushes to SGLang on a CPU, {time.monotonic() - started:.0f} s"))
     if not status:

@@ -9,6 +9,26 @@ from weightsync.demo_model import DemoModel, hf_config, shapes
 from weightsync.errors import ConfigError
 from weightsync.spec import TensorSpec
 
+
+def _mixture(num_layers: int) -> DemoModel:
+    """Qwen3-30B-A3B with that many layers."""
+    return DemoModel(
+        family="qwen3_moe",
+        dtype="bfloat16",
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=num_layers,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        num_experts=128,
+        experts_per_token=8,
+        moe_intermediate_size=768,
+        max_positions=4096,
+    )
+
+
 MODELS = {
     "Qwen2.5-1.5B": DemoModel(
         family="qwen2",
@@ -35,22 +55,20 @@ MODELS = {
         head_dim=128,
         max_positions=4096,
     ),
-    # Qwen3-30B-A3B's layers, a quarter of them
-    "Qwen3-MoE-30B-A3B/12-layers": DemoModel(
-        family="qwen3_moe",
+    "Qwen3-32B": DemoModel(
+        family="qwen3",
         dtype="bfloat16",
         vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_layers=12,
-        num_heads=32,
-        num_kv_heads=4,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_layers=64,
+        num_heads=64,
+        num_kv_heads=8,
         head_dim=128,
-        num_experts=128,
-        experts_per_token=8,
-        moe_intermediate_size=768,
         max_positions=4096,
     ),
+    "Qwen3-30B-A3B": _mixture(48),
+    "Qwen3-MoE-30B-A3B/12-layers": _mixture(12),
     "Qwen3-250M": DemoModel(
         family="qwen3",
         dtype="float32",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from benchmarks.parallel import Parallel
 from benchmarks.rows import Struct
 
 
 class RankSpec(Struct):
-    """What a rank is to be. ``device``: ``cpu`` or ``cuda:N``; ``kind``, ``stacked``: as in ``trainer_build.build``."""
+    """What a rank is to be. ``device``: ``cpu`` or ``cuda:N``.
+
+    ``kind``: ``plain`` and ``automodel`` as in ``trainer_build.build``, with ``stacked``; or ``megatron``, laid out as
+    ``parallel`` says.
+    """
 
     rank: int
     ranks: int
@@ -17,6 +22,7 @@ class RankSpec(Struct):
     kind: str = "plain"
     stacked: bool = False
     threads: int = 1
+    parallel: Parallel = Parallel()
 
 
 class Ready(Struct):
@@ -76,15 +82,18 @@ class StockRequest(Struct):
 
 
 class StockSetup(Struct):
-    """The engine that stock calls go to; with ``group_port`` also a group for distributed updates is made."""
+    """The engines that stock calls go to; with ``group_port`` also a group for distributed updates is made.
 
-    url: str
+    Of several engines each has an equal share of the training ranks beside it, in order, and is called by its first.
+    """
+
+    urls: list[str]
     tp_size: int
     group_port: int = 0
 
 
 class Times(Struct):
-    """Seconds of each repetition (rank 0's; empty on others)."""
+    """Seconds of each repetition, as a rank that calls an engine saw them (empty on others)."""
 
     seconds: list[float]
 

@@ -26,12 +26,13 @@ class Stats(Struct):
     n: int
 
 
-class EngineRef(Struct):
-    """Which engine was pushed to. ``tp`` is its tensor-parallel size."""
+class EngineRef(Struct, omit_defaults=True):
+    """Which engine was pushed to: ``count`` of them, each of tensor-parallel size ``tp``."""
 
     name: str
     version: str
     tp: int
+    count: int = 1
 
 
 class Row(Struct):
@@ -127,6 +128,7 @@ def _table(rows: Sequence[Row], title: str):
 def heading(row: Row) -> str:
     """The setting that a row was measured in, as a line of text."""
     engine = f"{row.engine.name} {row.engine.version} TP {row.engine.tp}"
+    engine = f"{row.engine.count} x {engine}" if row.engine.count > 1 else engine
     where = row.gpu if row.num_gpus < 2 else f"{row.num_gpus} x {row.gpu}"
     return f"{row.model}, {row.dtype}, {row.trainer}, {engine}, {where}"
 

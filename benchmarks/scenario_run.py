@@ -1,4 +1,4 @@
-"""One scenario from start to end, in a process of its own that ``refit_latency`` watches.
+"""Scenarios that share their engines, from start to end, in a process of its own that ``refit_latency`` watches.
 
 python -m benchmarks.scenario_run JOB       JOB: ``Job`` as JSON
 """
@@ -10,6 +10,8 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -25,35 +27,64 @@ from benchmarks.trainers import REPOSITORY, Interpreter, Trainers
 from weightsync.engines.local import LocalEngine
 from weightsync.versions import library_versions
 
+ENGINE_START_S = {"cuda": 150.0, "cpu": 400.0}
+
+
+class Part(Struct):
+    """One scenario of a job. ``out``: its rows file; ``trainer``: where its training ranks run."""
+
+    name: str
+    scenario: Scenario
+    trainer: Interpreter
+    out: str
+
 
 class Job(Struct):
-    """A scenario on a machine. ``device``: ``cuda`` or ``cpu``; ``out``: the rows file; ``logs``: a folder.
+    """Scenarios that share their engines, on a machine. ``device``: ``cuda`` or ``cpu``; ``logs``: a folder.
 
     ``engine`` is where an engine on GPUs runs, ``engine_env`` the environment of one on a CPU.
     """
 
-    scenario: Scenario
+    parts: list[Part]
     device: str
-    out: str
     logs: str
     plan: Plan
-    trainer: Interpreter
     engine: Interpreter
     commit: str
     threads: int = 1
     engine_env: str = "sglang_cpu"
 
 
-def run(job: Job) -> Bench:
-    """Start trainer and engine, measure all that the scenario names, and stop them."""
+def run(job: Job) -> bool:
+    """Start the engines, then a trainer for each scenario, and measure what it names. True if all was measured."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-bench-")))
-        engine = stack.enter_context(_engine(job, folder))
-        trainers = stack.enter_context(_trainers(job))
-        engine.wait(timeout_s=job.scenario.timeout_s * 0.6)
-        bench = Bench(_subject(job, trainers, engine), job.plan, trainers, engine, Path(job.out))
-        _measure(bench, job.scenario)
-    return bench
+        scenario = job.parts[0].scenario
+        shape = msgspec.structs.replace(models.model(scenario.model), dtype=scenario.engine_dtype)
+        model = models.write_config(folder / "model", shape)
+        engines = [stack.enter_context(_engine(job, model, number)) for number in range(len(scenario.engines))]
+        measured = [_run_part(job, part, engines) for part in job.parts]
+        return all(measured)
+
+
+def _run_part(job: Job, part: Part, engines: list[LocalEngine]) -> bool:
+    """One scenario. If it fails the others need not: a push heals whatever the last one left in the engines."""
+    print(f"-- {part.name}", flush=True)
+    started = time.monotonic()
+    whole = False
+    try:
+        with _trainers(job, part) as trainers:
+            for engine in engines:
+                engine.wait(timeout_s=ENGINE_START_S[job.device])
+            print(f"  started ({time.monotonic() - started:.1f} s)", flush=True)
+            bench = Bench(_subject(job, part, trainers, engines), job.plan, trainers, engines, Path(part.out))
+            _measure(bench, part.scenario)
+            whole = bench.details["whole"] = not bench.failures
+            bench.write()
+    except Exception:  # the benchmark's own boundary, as in Bench.attempt
+        traceback.print_exc()
+    print(f"-- {part.name}: {'done' if whole else 'incomplete'}, {time.monotonic() - started:.0f} s", flush=True)
+    return whole
 
 
 def _measure(bench: Bench, scenario: Scenario) -> None:
@@ -71,31 +102,32 @@ def _measure(bench: Bench, scenario: Scenario) -> None:
 
 
 def _push_busy(bench: Bench, setting: Setting, scenario: Scenario) -> None:
-    requests = Requests(bench.engine.url, scenario.in_flight)
+    requests = Requests(bench.urls, scenario.in_flight)
     label = ", ".join(filter(None, [_label(scenario), f"{scenario.in_flight} requests in flight"]))
     bench.push(setting, label=label, beside=requests)
     bench.details[f"{setting.name}, {label}, requests"] = {"answered": requests.answered, "failed": requests.failed}
 
 
 def _label(scenario: Scenario) -> str:
-    return ", ".join(filter(None, ["CUDA graphs" * scenario.cuda_graphs, "own GPU only" * bool(scenario.engine_sees)]))
+    return ", ".join(
+        filter(None, ["CUDA graphs" * scenario.cuda_graphs, "own GPU only" * bool(scenario.engines[0].sees)])
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ the parts
 
 
-def _engine(job: Job, folder: Path) -> LocalEngine:
-    scenario, log = job.scenario, Path(job.logs) / "engine.log"
-    shape = msgspec.structs.replace(models.model(scenario.model), dtype=scenario.engine_dtype)
-    model = models.write_config(folder / "model", shape)
+def _engine(job: Job, model: Path, number: int) -> LocalEngine:
+    scenario = job.parts[0].scenario
+    place, log = scenario.engines[number], Path(job.logs) / f"engine-{number}.log"
     if job.device == "cpu":
         args = ["--load-format", "dummy", "--skip-tokenizer-init"]
         return LocalEngine(
             model,
             env=job.engine_env,
-            tp_size=scenario.tp,
+            tp_size=place.tp,
             dtype=scenario.engine_dtype,
-            sleeps=False,
+            sleeps=len(scenario.engine_gpus) > 1,  # a core each that does not is too much
             args=args,
             log=log,
         )
@@ -103,45 +135,47 @@ def _engine(job: Job, folder: Path) -> LocalEngine:
         model,
         interpreter=job.engine,
         log=log,
-        tp_size=scenario.tp,
-        first_gpu=scenario.engine_gpu,
-        visible=scenario.engine_sees,
+        tp_size=place.tp,
+        first_gpu=place.first_gpu,
+        visible=place.sees,
         cuda_graphs=scenario.cuda_graphs,
         memory_saver=scenario.sleeps,
-        args=["--moe-runner-backend", "triton"] if shape.family == "qwen3_moe" else [],
+        args=["--moe-runner-backend", "triton"] if models.model(scenario.model).family == "qwen3_moe" else [],
     )
 
 
-def _trainers(job: Job) -> Trainers:
-    scenario = job.scenario
+def _trainers(job: Job, part: Part) -> Trainers:
+    scenario = part.scenario
     group = any(calls.distributed for calls in scenario.stock)
-    env = job.trainer.env | ({"NCCL_CUMEM_ENABLE": "0"} if group else {})  # as in the engine, or they do not connect
+    env = part.trainer.env | ({"NCCL_CUMEM_ENABLE": "0"} if group else {})  # as in the engine, or they do not connect
     return Trainers(
         scenario.model,
         dtype=scenario.trainer_dtype,
         devices=[f"cuda:{gpu}" if job.device == "cuda" else "cpu" for gpu in scenario.trainer_gpus],
-        interpreter=msgspec.structs.replace(job.trainer, env=env),
-        log=Path(job.logs) / "trainers.log",
+        interpreter=msgspec.structs.replace(part.trainer, env=env),
+        log=Path(job.logs) / f"trainers-{part.name}.log",
         kind=scenario.trainer_kind,
+        parallel=scenario.parallel,
         stacked=scenario.stacked,
         threads=job.threads,
     )
 
 
-def _subject(job: Job, trainers: Trainers, engine: LocalEngine) -> Subject:
-    scenario, info = job.scenario, trainers.infos[0]
-    client = Engine(engine.url)
+def _subject(job: Job, part: Part, trainers: Trainers, engines: list[LocalEngine]) -> Subject:
+    scenario, info = part.scenario, trainers.infos[0]
+    client = Engine(engines[0].url)
     version = client.call("GET", "/server_info")["version"]
     client.close()
     on_gpu = job.device == "cuda"
     versions = {f"trainer {name}": v for name, v in info.versions.items()}
     versions |= {f"actor {name}": v for name, v in library_versions().items() if name != "weightsync"}
     return Subject(
+        pair=scenario.pair,
         model=scenario.model,
         dtype=scenario.engine_dtype,
         gpu=info.device_name if on_gpu else f"none; CPU {_cpu_name()}",
         num_gpus=scenario.num_gpus if on_gpu else 0,
-        engine=EngineRef("SGLang", version, scenario.tp),
+        engine=EngineRef("SGLang", version, scenario.tp, len(engines)),
         engine_gpus=_engine_gpus(scenario) if on_gpu else [],
         versions=versions,
         commit=job.commit,
@@ -173,8 +207,7 @@ def head_commit() -> str:
 
 
 def main() -> None:
-    bench = run(msgspec.json.decode(sys.argv[1], type=Job))
-    raise SystemExit(1 if bench.failures else 0)
+    raise SystemExit(0 if run(msgspec.json.decode(sys.argv[1], type=Job)) else 1)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ class _Cycle:
         return result
 
     def _engine(self, verb: str, *tags: str) -> None:
-        if self._gpus:
-            _post(f"{self._bench.engine.url}/{verb}_memory_occupation", {"tags": list(tags)})
+        for url in self._bench.urls if self._gpus else ():
+            _post(f"{url}/{verb}_memory_occupation", {"tags": list(tags)})
 
     def _trainers(self, verb: str) -> None:
         self._bench.trainers.each(verb, timeout_s=CALL_TIMEOUT_S)

@@ -1,7 +1,8 @@
 """SGLang's own weight-update calls as a sender without sglang makes them: what our routes are compared with.
 
 Runs in the training ranks, all of them at once: each gathers whole tensors, each makes the payload of the engine rank
-on its GPU, rank 0 calls. Nothing is kept from one push to the next, as in the frameworks that use these calls.
+on its GPU, the first of those beside an engine calls it. Nothing is kept from one push to the next, as in the
+frameworks that use these calls.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,16 @@ Named = tuple[str, torch.Tensor]
 FLATTENED = "flattened_bucket"
 TIMEOUT_S = 120.0
 DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the device index, which the engine also takes as a UUID
+
+
+class Share(NamedTuple):
+    """The training ranks that serve one engine: its number, their group, how many they are, the rank that calls."""
+
+    engine: int
+    tp_size: int
+    group: Any
+    ranks: int
+    first: int
 
 
 class Engine:
@@ -129,14 +140,23 @@ class _Pickler(ForkingPickler):
 # ----------------------------------------------------------------------------------------------------- a push
 
 
-def push(engine: Engine | None, tensors: Iterable[Named], request: StockRequest, *, tp_size: int) -> float:
-    """One push by tensor calls; seconds. A collective; ``engine`` is given on rank 0, the others return 0."""
+def share(engines: int, tp_size: int) -> Share:
+    """This rank's, where the ranks are shared out in order among ``engines`` of ``tp_size`` each. A collective."""
+    ranks = dist.get_world_size() // engines
+    assert ranks * engines == dist.get_world_size(), f"ranks cannot be shared out among {engines} engines"
+    number = dist.get_rank() // ranks
+    groups = [dist.new_group(list(range(i * ranks, (i + 1) * ranks))) for i in range(engines if engines > 1 else 0)]
+    return Share(number, tp_size, groups[number] if groups else None, ranks, number * ranks)
+
+
+def push(engine: Engine | None, tensors: Iterable[Named], request: StockRequest, own: Share) -> float:
+    """One push by tensor calls; seconds. A collective; ``engine`` is given on its calling rank, others return 0."""
     started = time.perf_counter()
     if engine:
         engine.begin()
     for chunk in chunks(tensors, request.limit_bytes):
         content, load_format = _content(chunk, request.flattened)
-        payloads = _payloads(content, tp_size)
+        payloads = _payloads(content, own)
         if engine:
             engine.call("POST", "/update_weights_from_tensor", _body(payloads, load_format))
         dist.barrier()  # every rank keeps its tensors until the engine has taken them
@@ -153,17 +173,18 @@ def _content(chunk: list[Named], flattened: bool) -> tuple[object, str | None]:
     return [(name, t if t.is_cuda else t.clone()) for name, t in detached], None
 
 
-def _payloads(content: object, tp_size: int) -> list[str]:
-    """One payload a TP rank, on rank 0; each rank makes its share of them."""
-    ranks = dist.get_world_size()
-    assert tp_size % ranks == 0, f"{ranks} training ranks cannot serve {tp_size} engine ranks evenly"
+def _payloads(content: object, own: Share) -> list[str]:
+    """One payload a TP rank of the engine, on the rank that calls it; each rank beside it makes its part of them."""
+    number = dist.get_rank() - own.first
+    count = own.tp_size // own.ranks if own.tp_size >= own.ranks else int(number < own.tp_size)
+    assert own.tp_size % own.ranks == 0 or own.tp_size < own.ranks, f"{own.ranks} ranks, {own.tp_size} of the engine"
     _settle(content)
-    own = [serialize(content) for _ in range(tp_size // ranks)]
-    if ranks == 1:
-        return own
-    gathered: list[Any] | None = [None] * ranks if dist.get_rank() == 0 else None
-    dist.gather_object(own, gathered)
-    return [payload for share in gathered or [] for payload in share]
+    made = [serialize(content) for _ in range(count)]
+    if own.ranks == 1:
+        return made
+    gathered: list[Any] | None = [None] * own.ranks if number == 0 else None
+    dist.gather_object(made, gathered, dst=own.first, group=own.group)
+    return [payload for part in gathered or [] for payload in part]
 
 
 def _settle(content: object) -> None:

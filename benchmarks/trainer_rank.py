@@ -43,7 +43,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from benchmarks import models, trainer_build
+        from benchmarks import trainer_kinds
         from weightsync.publisher import Publisher
 
         torch.set_num_threads(spec.threads)
@@ -59,18 +59,18 @@ class Rank:
             world_size=spec.ranks,
             timeout=datetime.timedelta(seconds=INIT_TIMEOUT_S),
         )
-        self._module = trainer_build.build(
-            models.model(spec.model),
-            kind=spec.kind,
-            stacked=spec.stacked,
-            dtype=getattr(torch, spec.dtype),
-            device=self._device,
-            ranks=spec.ranks,
+        self._trainer = trainer_kinds.make(spec, self._device)
+        self._module = self._trainer.module
+        self.publisher = Publisher(
+            self._module,
+            rank=spec.rank,
+            world_size=spec.ranks,
+            trainer=self._trainer.reader,
+            trainer_options=self._trainer.options,
         )
-        self.publisher = Publisher(self._module, rank=spec.rank, world_size=spec.ranks)
         self._engine: Any = None
         self._group: Any = None
-        self._tp_size = 0
+        self._share: Any = None
 
     @_in_turn
     def info(self) -> Info:
@@ -81,10 +81,8 @@ class Rank:
         from weightsync.versions import library_versions
 
         on_gpu = self._device.type == "cuda"
-        kind = "nemo-automodel FSDP2" if self._spec.kind == "automodel" else "FSDP2"
-        stacked = ", stacked experts" if self._spec.stacked else ""
         return Info(
-            trainer=f"{kind} over {self._spec.ranks}, {self._spec.dtype}{stacked}",
+            trainer=self._trainer.title,
             device_name=torch.cuda.get_device_name(self._device) if on_gpu else "",
             device_uuid=devices.uuid_of(self._device) if on_gpu else "",
             num_bytes=sum(part.nbytes for part in locals_of(self._module)),
@@ -116,12 +114,13 @@ class Rank:
     def stock_setup(self, setup: StockSetup) -> None:
         from benchmarks import stock, stock_group
 
-        self._tp_size = setup.tp_size
-        if self._spec.rank == 0:
-            self._engine = stock.Engine(setup.url)
-            if setup.group_port:
-                backend = "nccl" if self._device.type == "cuda" else "gloo"
-                self._group = stock_group.Group(self._engine, backend=backend, port=setup.group_port)
+        self._share = stock.share(len(setup.urls), setup.tp_size)
+        if self._spec.rank == self._share.first:
+            self._engine = stock.Engine(setup.urls[self._share.engine])
+        if self._spec.rank == 0 and setup.group_port:
+            assert len(setup.urls) == 1, "a group for distributed updates is made with one engine"
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+            self._group = stock_group.Group(self._engine, backend=backend, port=setup.group_port)
 
     @_in_turn
     def stock(self, runs: StockRuns) -> Times:
@@ -136,18 +135,18 @@ class Rank:
 
         def run() -> float:
             trainer_build.change(self._module, next(step))
-            tensors = trainer_build.full_tensors(self._module, getattr(torch, request.dtype))
+            tensors = self._trainer.whole_tensors(getattr(torch, request.dtype))
             self._synchronize()
             dist.barrier()
             if not request.distributed:
-                return stock.push(self._engine, tensors, request, tp_size=self._tp_size)
+                return stock.push(self._engine, tensors, request, self._share)
             return self._group.push(tensors, request) if self._group else sum(0.0 for _ in tensors)
 
         seconds = stock.repeat(run, runs.n, runs.budget_s, agree=stock.agree)
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        return Times(seconds if self._spec.rank == 0 else [])
+        return Times(seconds if self._engine is not None else [])
 
     @_in_turn
     def stock_close(self) -> None:

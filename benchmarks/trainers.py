@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.parallel import Parallel
 from benchmarks.rank_wire import Info, RankSpec, Ready
 from benchmarks.rows import Struct
 from weightsync.deadline import Deadline
@@ -53,6 +54,7 @@ class Trainers:
         interpreter: Interpreter,
         log: Path,
         kind: str = "plain",
+        parallel: Parallel = Parallel(),
         stacked: bool = False,
         threads: int = 1,
     ) -> None:
@@ -64,7 +66,9 @@ class Trainers:
         try:
             with open(log, "ab") as output:
                 for rank, device in enumerate(devices):
-                    spec = RankSpec(rank, len(devices), rendezvous, model, dtype, device, kind, stacked, threads)
+                    spec = RankSpec(
+                        rank, len(devices), rendezvous, model, dtype, device, kind, stacked, threads, parallel
+                    )
                     self._processes.append(_start(spec, interpreter, output))
             ready = list(self._pool.map(self._ready, self._processes))
             self.publishers = [r.publisher for r in ready]

@@ -36,6 +36,7 @@ def run(command: Sequence[str], *, timeout_s: float, env: dict[str, str] | None 
 
 
 def _exit(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # told twice, as by timeout(1), it must not stop halfway
     raise SystemExit(128 + number)
 
 

@@ -50,6 +50,13 @@ def test_the_fields_of_a_row_in_json(tmp_path):
     assert list(found["phases_s"]) == ["publish", "pause", "begin", "move", "verify", "commit", "continue"]
 
 
+def test_several_engines_are_counted(tmp_path):
+    kept = row(engine=EngineRef("SGLang", "0.5.12", 2, 2))
+    rows.write(tmp_path / "out.json", [kept])
+    assert rows.read(tmp_path / "out.json") == [kept]
+    assert "2 x SGLang 0.5.12 TP 2" in rows.heading(kept)
+
+
 def test_rows_come_back_as_they_were_written_and_no_half_file_is_left(tmp_path):
     kept = [row(), row("stock: one call a tensor", rows.STOCK)]
     rows.write(tmp_path / "deep" / "out.json", kept)

@@ -60,5 +60,6 @@ def test_a_watchdog_that_is_told_to_end_takes_everything_with_it(tmp_path):
     while not (note.exists() and note.read_text()) and time.monotonic() < give_up:
         time.sleep(0.05)
     process.terminate()
+    process.terminate()
     assert process.wait(timeout=30) == 143
     assert not alive(int(note.read_text()))
