@@ -47,6 +47,7 @@ class _StrictUnpickler(pickle.Unpickler):
         "types.SimpleNamespace",
         "torch.Size",
         "torch.Tensor",
+        "torch.storage.TypedStorage",
         "torch.storage.UntypedStorage",
         "torch.storage._load_from_bytes",
         "torch._utils._rebuild_tensor_v2",
@@ -60,6 +61,20 @@ class _StrictUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
+            return _rebuild_cuda_tensor
         if f"{module}.{name}" in self.ALLOWED or (module == "torch" and name in self.DTYPES):
             return super().find_class(module, name)
         raise Killed(f"Blocked unsafe global ({module}.{name})")
+
+
+def _rebuild_cuda_tensor(*arguments: Any) -> Any:
+    """As SGLang patches torch's: the device is named by UUID, and a GPU that is masked from the engine kills it."""
+    import torch
+    from torch.multiprocessing import reductions
+
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    before, uuid, after = arguments[:6], arguments[6], arguments[7:]
+    if uuid not in uuids:
+        raise Killed(f"Invalid device_uuid={uuid}")
+    return reductions.rebuild_cuda_tensor(*before, uuids.index(uuid), *after)

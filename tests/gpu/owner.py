@@ -6,8 +6,10 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import torch
@@ -17,7 +19,8 @@ from weightsync.fingerprint import fingerprint
 from weightsync.spec import Segment
 from weightsync.transports import cuda_ipc
 
-WAIT_S = 60
+WAIT_S = 120
+LIFE_S = 300
 
 
 class Owner:
@@ -61,31 +64,38 @@ class Owner:
         os._exit(3)
 
 
-def _serve(connection: Connection) -> None:
-    faulthandler.dump_traceback_later(300, exit=True)
-    owner = Owner()
+def _serve(connection: Connection, kind: Callable[[], object]) -> None:
+    faulthandler.dump_traceback_later(LIFE_S, exit=True)
+    owner = kind()
     while (command := connection.recv()) is not None:
-        name, *arguments = command
+        name, arguments, options = command
         try:
-            connection.send(getattr(owner, name)(*arguments))
+            connection.send(getattr(owner, name)(*arguments, **options))
         except WeightSyncError as e:
             connection.send(e)
+        except Exception:
+            connection.send(AssertionError(traceback.format_exc()))
+    getattr(owner, "close", lambda: None)()
 
 
 class Remote:
-    """The test's end of the pipe: ``call`` returns what the method returned, or raises its WeightSyncError."""
+    """The test's end of the pipe: ``call`` returns what the method returned, or raises what it raised."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, pid: int = 0) -> None:
         self._connection = connection
+        self.pid = pid
 
-    def send(self, *command: object) -> None:
-        self._connection.send(command)
+    def send(self, name: str, *arguments: object, **options: object) -> None:
+        self._connection.send((name, arguments, options))
 
-    def call(self, *command: object) -> object:
-        self._connection.send(command)
-        assert self._connection.poll(WAIT_S), f"no answer to {command}"
+    def call(self, name: str, *arguments: object, **options: object) -> Any:
+        self.send(name, *arguments, **options)
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self._connection.poll(WAIT_S), "no answer"
         answer = self._connection.recv()
-        if isinstance(answer, WeightSyncError):
+        if isinstance(answer, WeightSyncError | AssertionError):
             raise answer
         return answer
 
@@ -95,11 +105,11 @@ class Remote:
 
 
 @contextlib.contextmanager
-def started(**environment: str) -> Iterator[Remote]:
-    """An owner process, ``environment`` added to its own; ended, by force if need be, on leaving."""
+def started(kind: Callable[[], object] = Owner, /, **environment: str) -> Iterator[Remote]:
+    """An owner process (or what ``kind`` makes), ``environment`` added to its own; ended, by force if need be."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, kind), daemon=True)
     before = dict(os.environ)
     os.environ.update(environment)  # torch reads some of it while it is loaded
     try:
@@ -109,7 +119,7 @@ def started(**environment: str) -> Iterator[Remote]:
         os.environ.update(before)
     theirs.close()
     try:
-        yield Remote(mine)
+        yield Remote(mine, process.pid or 0)
     finally:
         with contextlib.suppress(OSError):
             mine.send(None)

@@ -1,0 +1,218 @@
+"""Training ranks, engines and the actor as processes of their own on GPUs, told what to do over pipes.
+
+Tensors of all ranks are ``blocks.I.a.weight`` and ``blocks.I.b.weight``; rank ``r`` of ``n`` holds those where I % n is
+r. The engines are fakes with real receivers and real CUDA memory. With ``device="cpu"`` everything runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.fakes.engine import FakeEngine
+from tests.gpu import owner
+from weightsync import devices
+from weightsync.config import load_config
+from weightsync.publisher import Publisher
+from weightsync.session import Session
+from weightsync.spec import PushRequest
+
+
+@dataclass(frozen=True)
+class Size:
+    """``blocks`` pairs of tensors of ``rows`` x ``columns`` in bf16."""
+
+    blocks: int = 12
+    rows: int = 4096
+    columns: int = 4096
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.blocks * self.rows * self.columns
+
+
+class Blocks(nn.Module):
+    """The engine's model: ``a`` and ``b`` of a block lie one above the other in one parameter."""
+
+    def __init__(self, size: Size, device: str) -> None:
+        super().__init__()
+        shape, self._rows = (2 * size.rows, size.columns), size.rows
+        made = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(size.blocks)]
+        self.fused = nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in made])
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            _, block, half, _ = name.split(".")
+            first = self._rows * (half == "b")
+            self.fused[int(block)].data[first : first + self._rows].copy_(weight)
+
+
+class Process:
+    """What every role can be asked."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of torch's allocator on all devices, resident host memory, open descriptors, contexts."""
+        gc.collect()
+        on_gpu = torch.cuda.is_initialized()
+        return {
+            "allocated": sum(torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count())) if on_gpu else 0,
+            "reserved": sum(torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())) if on_gpu else 0,
+            "resident": int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "contexts": len(devices.contexts_here()) if on_gpu else 0,
+        }
+
+
+class TrainingRank(Process):
+    def __init__(self, rank: int, ranks: int, size: Size, device: str, dtype: str = "bfloat16") -> None:
+        self._rank, kind = rank, getattr(torch, dtype)
+        self._tensors = {
+            f"blocks.{i}.{half}.weight": torch.zeros(size.rows, size.columns, dtype=kind, device=device)
+            for i in range(rank, size.blocks, ranks)
+            for half in ("a", "b")
+        }
+        self._device = device
+        self._publisher = Publisher(self._tensors, rank=rank, world_size=ranks)
+
+    def address(self) -> str:
+        return self._publisher.address
+
+    def change(self, step: int, mark: bool = True) -> None:
+        """New values everywhere, those of ``step``."""
+        torch.manual_seed(1000 * self._rank + step)
+        for tensor in self._tensors.values():
+            tensor.normal_()
+        if mark:
+            self._publisher.step_done(step)
+        _synchronise(self._device)
+
+    def sums(self) -> dict[str, int]:
+        return {name: bits_of(tensor.to(torch.bfloat16)) for name, tensor in self._tensors.items()}
+
+    def withdraw(self) -> None:
+        self._publisher.withdraw()
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+class Engine(Process):
+    def __init__(self, size: Size, device: str, receiver: bool = True) -> None:
+        self._size, self._model = size, Blocks(size, device)
+        info = {"device": "cuda" if device.startswith("cuda") else "cpu"}
+        self._engine = FakeEngine(version="0.5.12", models=[self._model], receiver=receiver, info=info)
+
+    def url(self) -> str:
+        return self._engine.url
+
+    def version(self) -> str:
+        """The weight version that it serves; "" while it is paused."""
+        return "" if self._engine.paused else self._engine.weight_version
+
+    def sums(self) -> dict[str, int]:
+        rows = self._size.rows
+        parts = {"a": slice(0, rows), "b": slice(rows, None)}
+        fused = enumerate(self._model.fused)
+        return {f"blocks.{i}.{half}.weight": bits_of(p[part]) for i, p in fused for half, part in parts.items()}
+
+    def memory(self) -> dict[str, int]:
+        self._engine.calls.clear()
+        return super().memory()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Actor(Process):
+    _session: Session | None = None
+
+    def connect(self, **config: Any) -> list[str]:
+        """Make the session; the notes of its plan."""
+        settings = {"pair": "sgl_dtensor_v2", "timeout_s": 60.0, "connect_timeout_s": 100.0, **config}
+        self._session = Session(load_config(settings), trainer="dtensor_v2")
+        return self._session.plan().notes
+
+    def push(self, step: int) -> dict:
+        assert self._session is not None
+        return self._session.push(PushRequest(step=step)).to_dict()
+
+    def states(self) -> list[str]:
+        assert self._session is not None
+        return [engine.state for engine in self._session.status().engines]
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+
+class World:
+    """Two training ranks and two engines, on GPU 0 and the last one, each a process; and the actor, another."""
+
+    def __init__(
+        self, stack: ExitStack, size: Size, *, device: str = "cuda", dtype: str = "bfloat16", receiver: bool = True
+    ) -> None:
+        places = [f"cuda:{i % max(1, torch.cuda.device_count())}" if device == "cuda" else "cpu" for i in range(2)]
+        self.size = size
+        self.ranks = [
+            stack.enter_context(owner.started(functools.partial(TrainingRank, rank, 2, size, place, dtype)))
+            for rank, place in enumerate(places)
+        ]
+        self.engines = [
+            stack.enter_context(owner.started(functools.partial(Engine, size, place, receiver))) for place in places
+        ]
+        self.actor = stack.enter_context(owner.started(Actor))
+        self.publishers = [rank.call("address") for rank in self.ranks]
+        self.urls = [engine.call("url") for engine in self.engines]
+
+    @property
+    def processes(self) -> dict[str, owner.Remote]:
+        named = {f"training rank {i}": rank for i, rank in enumerate(self.ranks)}
+        return named | {f"engine {i}": engine for i, engine in enumerate(self.engines)} | {"actor": self.actor}
+
+    def connect(self, **config: Any) -> list[str]:
+        engines = [{"url": url} for url in self.urls]
+        return self.actor.call("connect", engines=engines, publishers=self.publishers, **config)
+
+    def change(self, step: int) -> None:
+        for rank in self.ranks:
+            rank.call("change", step)
+
+    def push(self, step: int) -> dict:
+        self.change(step)
+        return self.actor.call("push", step)
+
+    def trained(self) -> dict[str, int]:
+        return {name: total for rank in self.ranks for name, total in rank.call("sums").items()}
+
+    def assert_served(self, step: int) -> None:
+        trained = self.trained()
+        for engine in self.engines:
+            assert engine.call("version") == str(step)
+            assert engine.call("sums") == trained
+
+
+@contextlib.contextmanager
+def world(size: Size, **options: Any) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(stack, size, **options)
+
+
+def bits_of(tensor: torch.Tensor) -> int:
+    """The sum of the raw 16-bit words, each times its place: a swap shows."""
+    words = tensor.detach().contiguous().view(torch.int16).reshape(-1).long()
+    return int((words * (1 + torch.arange(len(words), device=words.device) % 8191)).sum())
+
+
+def _synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
