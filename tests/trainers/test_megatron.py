@@ -381,3 +381,44 @@ def test_offloaded_parameters_come_back_or_are_read_from_the_host(how: str) -> N
     buffer = wrapper.buffers[0]
     where = buffer.param_data if how == "reload" else buffer.param_data_cpu
     assert held.tensor.data_ptr() == where.data_ptr()
+
+
+# ------------------------------------------------------------------------------------------------------------ glances
+
+
+def test_a_glance_sees_what_a_reading_does_until_memory_is_another() -> None:
+    chunk = Chunk({f"{LAYER}mlp.linear_fc1.weight": parameter(torch.ones(4, 3), 0)})
+    reader = megatron.reader(chunk, **OPTIONS)
+    assert reader.glance() is None
+    held = reader.read()
+    before, seen = reader.reading, reader.glance()
+    assert seen is not None
+    assert (seen.names, [t.data_ptr() for t in seen.tensors]) == ([held[0].name], [held[0].tensor.data_ptr()])
+    assert seen.owners == [held[0].owner]
+    reader.read()
+    assert reader.reading == before
+
+    (weight,) = chunk.parameters()
+    weight.data = weight.data.clone()
+    assert reader.glance() is None
+    reader.read()
+    assert reader.reading == before + 1
+    assert reader.glance() is not None
+    chunk.decoder.layers[0].mlp.linear_fc1.weight = parameter(torch.ones(4, 3), 0)
+    assert reader.glance() is None
+
+
+@pytest.mark.parametrize("how", ["refuse", "pinned"])
+def test_there_is_no_glance_at_offloaded_parameters(how: str) -> None:
+    wrapper, _ = offloaded()
+    reader = megatron.reader(wrapper, **OPTIONS, offloaded=how)
+    wrapper.buffers[0].reload_from_cpu(move_params=True, move_grads=False)
+    reader.read()
+    before = reader.reading
+    assert reader.glance() is not None
+    wrapper.buffers[0].param_data.untyped_storage().resize_(0)
+    assert reader.glance() is None
+    if how == "pinned":
+        reader.read()
+        assert reader.reading == before + 1
+        assert reader.glance() is None

@@ -72,6 +72,9 @@ class MegatronReader:
         self._axes: dict[str, tuple[Axis, Axis]] = {}
         self._slots = list(self._find_slots())
         self._known: dict[str, _Known] = {}
+        self._names = [slot.name for slot in self._slots]
+        self._places: list[tuple] = []  # what the last read found, and where
+        self._offloaded = False  # whether some of that was a copy on the host
         self._samples: Samples | None = None
 
     def settle(self) -> None:
@@ -94,13 +97,22 @@ class MegatronReader:
 
         For norms that Megatron keeps zero-centred, what engines get is computed.
         """
-        self.reading += 1
         data = host_copies(self._wrapped, self._options.offloaded)
-        return [self._held(slot.now(), data) for slot in self._slots]
+        held = [self._held(slot.now(), data) for slot in self._slots]
+        places = [(*_place(slot.tensor()), h.tensor.data_ptr()) for slot, h in zip(self._slots, held, strict=True)]
+        if places != self._places:
+            self.reading += 1
+            self._places = places
+            self._offloaded = any(place[1] != place[-1] for place in places)
+        return held
 
     def glance(self) -> Seen | None:
-        """None: where parameters lie depends on what is offloaded, which only ``read`` finds out."""
-        return None
+        """None also while parameters are offloaded: where their copies lie only ``read`` finds out."""
+        if self._offloaded:
+            return None
+        tensors = [slot.tensor() for slot in self._slots]
+        same = [(*place, place[1]) for place in map(_place, tensors)] == self._places
+        return Seen(self._names, tensors, [*tensors]) if same else None
 
     def rules(self, held: list[Held]) -> list[Rule]:
         """The rules of what this rank holds; a tensor that no family has gets none, and is refused at connect."""
@@ -142,6 +154,10 @@ class _Known(NamedTuple):
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         return self.shape == tensor.shape and self.tensor() is tensor
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    return id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _plus_one(norm: torch.Tensor) -> torch.Tensor:

@@ -38,10 +38,13 @@ class Slot(NamedTuple):
     is_buffer: bool
 
     def now(self) -> NamedLocal:
+        return NamedLocal(self.name, self.tensor(), self.is_buffer)
+
+    def tensor(self) -> torch.Tensor:
         kept = self.module._buffers if self.is_buffer else self.module._parameters
         tensor = kept[self.attribute]
         assert isinstance(tensor, torch.Tensor), f"{self.name} was taken out of the model"
-        return NamedLocal(self.name, tensor, self.is_buffer)
+        return tensor
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
