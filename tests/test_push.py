@@ -35,6 +35,7 @@ class FakeClient:
     paused: bool = False
     version: str = "old"
     session_open: bool = False
+    requests: int = 0
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -44,6 +45,13 @@ class FakeClient:
     def pause(self, mode, deadline):
         self._call("pause")
         self.paused = True
+
+    def num_requests(self, deadline):
+        return self.requests
+
+    def drain(self, num_requests, deadline):
+        self._call("drain")
+        self.requests = 0
 
     def flush(self, deadline, wait=False):
         self._call("flush_wait" if wait else "flush")
@@ -289,6 +297,15 @@ def test_without_pausing_a_half_written_engine_is_paused_to_fence_it():
     with pytest.raises(EngineLost):
         push(links, pause="none").run()
     assert all(link.client.paused and link.state == "fenced" for link in links)
+
+
+@pytest.mark.parametrize(("pause", "drained"), [("abort", ["drain"]), ("retract", []), ("in_place", [])])
+def test_only_engines_with_requests_in_flight_are_drained_before_an_abort(pause, drained):
+    links = three()
+    links[1].client.requests = 5
+    push(links, pause=pause).run()
+    before_pause = [link.client.calls[: link.client.calls.index("pause")] for link in links]
+    assert before_pause == [[], drained, []]
 
 
 def test_refused_flush_waits_only_when_configured_to():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -28,6 +29,7 @@ from weightsync.workers import Workers
 
 PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
 CLEANUP_S = 5.0
+COUNT_S = 1.0
 
 
 class SourcesMoved(Exception):
@@ -72,6 +74,7 @@ class Push:
         self._phase = ""
         self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
         self._notes: list[str] = []
+        self._requests: dict[str, Future[int]] = {}
         self._generations = generations
 
     @property
@@ -113,6 +116,8 @@ class Push:
     # ------------------------------------------------------------------------------------------------- phases
 
     def _publish(self) -> None:
+        if self._config.pause == "abort":
+            self._requests = {link.url: self._count(link) for link in self._links}
         attached = self._fanout.submit(lambda: self._fanout.each(lambda link: link.is_attached(), self._links))
         try:
             published = self._workers.publish(self.step, self._regions, self._deadline)
@@ -125,8 +130,21 @@ class Push:
         if moved:
             raise SourcesMoved(f"training ranks {moved} moved their memory")
 
+    def _count(self, link: EngineLink) -> Future[int]:
+        """Requests in flight, asked while the trainer publishes. 0 if the engine does not say: pausing will tell."""
+
+        def ask() -> int:
+            with suppress(WeightSyncError):
+                return link.client.num_requests(Deadline(COUNT_S, "counting requests"))
+            return 0
+
+        return self._fanout.submit(ask)
+
     def _pause(self, link: EngineLink) -> None:
+        num_requests = self._requests[link.url].result() if link.url in self._requests else 0
         link.progress.paused = True  # before the call: one that times out may still take effect
+        if num_requests:
+            link.client.drain(num_requests, self._deadline)
         if self._config.pause != "none":
             link.client.pause(self._config.pause, self._deadline)
         if self._config.pause == "in_place":

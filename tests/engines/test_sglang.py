@@ -139,6 +139,22 @@ def test_waiting_does_not_excuse_other_failures_of_a_flush(fake: FakeEngine, cli
         client.flush(soon(), wait=True)
 
 
+def test_draining_aborts_and_waits_until_nothing_runs(fake: FakeEngine, client: SglangEngine) -> None:
+    fake.waiting = 3
+    assert client.num_requests(soon()) == 3
+    client.drain(3, soon())
+    assert client.num_requests(soon()) == 0
+    assert fake.paths() == ["/abort_request"]
+
+
+@pytest.mark.parametrize("how", ["500", "400", "not json"])
+def test_an_engine_that_does_not_say_what_runs_is_paused_as_ever(
+    client: SglangEngine, fake: FakeEngine, how: str
+) -> None:
+    fake.misbehave("/v1/loads", how)
+    assert client.num_requests(soon()) == 0
+
+
 def test_calls_from_several_threads(fake: FakeEngine, client: SglangEngine) -> None:
     client.begin(soon())
     threads = [threading.Thread(target=client.update, args=(["a", "b"], None, soon())) for _ in range(8)]

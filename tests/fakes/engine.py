@@ -19,6 +19,9 @@ UPDATE = "/update_weights_from_tensor"
 DISTRIBUTED = "/update_weights_from_distributed"
 
 
+QUESTIONS = ("/server_info", "/model_info", "/v1/loads")
+
+
 class FakeEngine:
     """One fake engine at ``url``, a context manager. ``calls`` records every request in order.
 
@@ -80,7 +83,7 @@ class FakeEngine:
         """From the ``at``-th call of ``path`` from now on, ``times`` times. ``applies``: do the work first."""
         self._faults.append(Fault(how, path, at - 1, times, seconds, applies))
 
-    def paths(self, *, without: Sequence[str] = ("/server_info", "/model_info")) -> list[str]:
+    def paths(self, *, without: Sequence[str] = QUESTIONS) -> list[str]:
         """The paths called, in order."""
         return [c.path for c in self.calls if c.path not in without]
 
@@ -88,7 +91,7 @@ class FakeEngine:
 
     def key_for(self, path: str) -> str:
         """The key that a call of ``path`` must carry; "": none."""
-        asks = path in ("/server_info", "/model_info")
+        asks = path in QUESTIONS
         return self.api_key if asks else self.admin_api_key or self.api_key
 
     def fault_for(self, path: str) -> Fault | None:
@@ -116,6 +119,8 @@ class FakeEngine:
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
             "/flush_cache": self._flush,
+            "/v1/loads": self._loads,
+            "/abort_request": self._abort,
             "/update_weight_version": self._stamp,
             UPDATE: self._update,
             "/init_weights_update_group": self.groups.init,
@@ -160,6 +165,13 @@ class FakeEngine:
         if body["mode"] == "abort":
             self.waiting = 0
         return 200, {"message": "Generation paused successfully.", "status": "ok"}
+
+    def _loads(self, body: Any) -> tuple[int, Any]:
+        return 200, {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": self.waiting}]}
+
+    def _abort(self, body: Any) -> tuple[int, Any]:
+        self.waiting = 0
+        return 200, ""
 
     def _continue(self, body: Any) -> tuple[int, Any]:
         self.paused = False

@@ -72,6 +72,14 @@ class Engine(Protocol):
         """Stop generation; ``mode`` says what becomes of running requests."""
         ...
 
+    def num_requests(self, deadline: Deadline) -> int:
+        """How many requests run or wait, as far as the engine says: 0 also where it does not."""
+        ...
+
+    def drain(self, num_requests: int, deadline: Deadline) -> None:
+        """End running requests as ``pause("abort")`` will, and wait a little for that. New ones may still come."""
+        ...
+
     def flush(self, deadline: Deadline, wait: bool = False) -> None:
         """Drop the KV cache. While requests wait: EngineRejected, or with ``wait`` again until the deadline."""
         ...

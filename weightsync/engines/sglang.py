@@ -23,6 +23,8 @@ from weightsync.errors import ConfigError, EngineRejected, WeightSyncError
 
 TEXT_LIMIT = 600
 FLUSH_RETRY_S = 0.25
+DRAIN_S, DRAIN_POLL_S = 0.5, 0.005
+ANSWERS_S, ANSWER_S = 0.01, 0.0005  # in which a server answers requests that its scheduler has ended, and each of them
 
 
 class SglangEngine:
@@ -73,6 +75,24 @@ class SglangEngine:
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """``/pause_generation``. ``abort`` returns when no request runs any more."""
         self._json("POST", "/pause_generation", "pause", deadline, {"mode": mode}, retry=True)
+
+    def num_requests(self, deadline: Deadline) -> int:
+        """``/v1/loads``. From 0.5.21 on that may be a second old."""
+        try:
+            loads = self._json("GET", "/v1/loads?include=core", "pause", deadline, retry=True).get("loads") or []
+        except (EngineRejected, ConfigError):
+            return 0
+        return sum(int(one.get(key) or 0) for one in loads for key in ("num_running_reqs", "num_waiting_reqs"))
+
+    def drain(self, num_requests: int, deadline: Deadline) -> None:
+        """``/abort_request``, for ``/pause_generation`` looks only once a second whether requests have ended."""
+        body = {"rid": "", "abort_all": True}
+        if not self._call("POST", "/abort_request", "pause", deadline, body, retry=True).is_success:
+            return  # pausing does the same, and says what is wrong
+        until = Deadline(min(DRAIN_S, deadline.remaining_s()), "draining")
+        while self.num_requests(deadline) and not until.passed():
+            time.sleep(DRAIN_POLL_S)
+        time.sleep(min(ANSWERS_S + num_requests * ANSWER_S, deadline.remaining_s()))
 
     def flush(self, deadline: Deadline, wait: bool = False) -> None:
         """``/flush_cache``. Refused while requests run or wait; with ``wait`` it is asked again until the deadline."""
