@@ -14,7 +14,7 @@ import torch
 from tests.fakes.engine import DISTRIBUTED, UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
 from tests.test_session import World, assert_serves, engine, served
-from weightsync import groups, routes_nccl
+from weightsync import groups, nodes, routes_nccl
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError
 from weightsync.transports.sender import Nursery
 
@@ -274,11 +274,11 @@ def test_another_nccl_is_refused_by_name_before_anything_is_opened(world, monkey
 
 
 def test_meeting_hosts():
-    assert groups.meeting_host("127.0.0.1", "http://127.0.0.1:30000") == "127.0.0.1"
-    assert groups.meeting_host("localhost", "http://localhost:30000") == "127.0.0.1"
-    assert groups.meeting_host("0.0.0.0", "http://127.0.0.1:30000") == "127.0.0.1"
-    assert groups.meeting_host("127.0.0.2", "http://127.0.0.1:30000") == "127.0.0.2"
-    other = groups.meeting_host("127.0.0.1", "http://192.0.2.7:30000")
+    assert nodes.meeting_host("127.0.0.1", "http://127.0.0.1:30000") == "127.0.0.1"
+    assert nodes.meeting_host("localhost", "http://localhost:30000") == "127.0.0.1"
+    assert nodes.meeting_host("0.0.0.0", "http://127.0.0.1:30000") == "127.0.0.1"
+    assert nodes.meeting_host("127.0.0.2", "http://127.0.0.1:30000") == "127.0.0.2"
+    other = nodes.meeting_host("127.0.0.1", "http://192.0.2.7:30000")
     assert other not in ("127.0.0.1", "0.0.0.0", "", "::")
 
 

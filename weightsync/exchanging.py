@@ -14,7 +14,7 @@ from weightsync.live import LiveWeights
 from weightsync.pulling import target_view
 from weightsync.spec import Copy, Segment
 from weightsync.transports import nccl
-from weightsync.transports.exchange import Incoming, streams
+from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked, streams, swap
 from weightsync.transports.rendezvous import Group
 
 
@@ -57,7 +57,8 @@ class Membership:
 class ExchangedPlan:
     """The copies and fills that one engine rank makes at every push, and the needs by which it is verified.
 
-    Raises PlanError if a copy would have to cast.
+    What several ranks need alike is passed from one to the next when the senders are done. Raises PlanError if a copy
+    would have to cast.
     """
 
     segments: list[Segment] = []  # nothing is mapped
@@ -69,22 +70,38 @@ class ExchangedPlan:
         self._live = live
         self._fills = install.plan.fills
         self._membership = membership
-        shards, copies = install.shards, install.plan.copies
+        shards, limit_bytes = install.shards, install.exchange.chunk_bytes
 
         def target(copy: Copy) -> torch.Tensor:
             dtype = getattr(torch, shards[copy.rank][copy.source.storage].dtype)
             return target_view(live, copy, dtype)
 
-        self.num_bytes = sum(target(copy).nbytes for copy in copies)
-        chunks = streams(copies, shards, install.exchange.senders, install.exchange.chunk_bytes)
-        self._incoming = Incoming(chunks, shards, target, membership.device)
+        def by_peer(copies: dict[int, list[Copy]]) -> dict[int, list[Chunk]]:
+            return {peer: chunked(parts, shards, limit_bytes) for peer, parts in copies.items()}
+
+        direct = streams(install.plan.copies, shards, install.exchange.senders, limit_bytes)
+        sends = [by_peer(one.sends) for one in install.exchange.passes]
+        receives = [by_peer(one.receives) for one in install.exchange.passes]
+        sending, receiving = Buffers(membership.device), Buffers(membership.device)
+        sending.reserve(sends)
+        receiving.reserve([direct, *receives])
+        self._incoming = Incoming(direct, shards, target, receiving)
+        self._passes = [
+            (Outgoing(out, shards, target, sending), Incoming(into, shards, target, receiving))
+            for out, into in zip(sends, receives, strict=True)
+        ]
+        passed = [c for one in install.exchange.passes for copies in one.receives.values() for c in copies]
+        self.num_bytes = sum(target(copy).nbytes for copy in [*install.plan.copies, *passed])
 
     def run(self, timeout_s: float) -> float:
-        """Receive, unpack and fill; the seconds that receiving took. A group that fails is left."""
+        """Receive, unpack, pass on and fill; the seconds that took but for the fills. A group that fails is left."""
         started = time.perf_counter()
         with torch.inference_mode():
             try:
-                self._incoming.run(self._membership.group(), Deadline(timeout_s, "receiving"))
+                group, deadline = self._membership.group(), Deadline(timeout_s, "receiving")
+                self._incoming.run(group, deadline)
+                for out, into in self._passes:
+                    swap(group, out, into, deadline)
             except TransferError:
                 self._membership.leave()
                 raise

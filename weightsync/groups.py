@@ -7,38 +7,23 @@ group. Nothing is applied to an engine before its group has carried a first, tin
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
-from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
+from collections.abc import Callable, Mapping, Sequence
 
-from weightsync import receiver as wire
-from weightsync.addresses import bind_host, reachable_host
-from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.engines import GroupSpec, Tensors
 from weightsync.errors import EngineLost, EngineRejected, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
-from weightsync.plan import Plan
-from weightsync.spec import Export, RankPlan, Segment
-from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Greet, Join, Listen, Load, Send
-from weightsync.transports.sender import Nursery, SenderProcess
+from weightsync.nodes import Nodes, Place
+from weightsync.spec import Segment
+from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Join, Listen
+from weightsync.transports.node import SenderLike
 
 NAME = "weightsync-{}"
 PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])
 _NAMES_TRIED = 8
-_CLOSE_S = 5.0
-
-
-def meeting_host(bind: str, engine_url: str) -> str:
-    """Where the rendezvous is served: an address of this machine that the engine can reach.
-
-    A loopback address serves an engine at a loopback address only; for others this machine's own is taken.
-    """
-    peer = urlsplit(engine_url).hostname or ""
-    loopback = bind_host(bind) in ("127.0.0.1", "::1")
-    return reachable_host("" if loopback else bind, peer_host=peer)
+CLOSE_S = 5.0
 
 
 def together(ask: Callable[[], object], act: Callable[[], object], give_up: Callable[[], None]) -> None:
@@ -68,21 +53,30 @@ def together(ask: Callable[[], object], act: Callable[[], object], give_up: Call
     raise lost[0] if lost else first
 
 
-class _Group:
-    """What both kinds share: sender processes, one a device of ``devices``, replaced after they were killed."""
+class Senders:
+    """Sender processes, one a place, replaced after they were killed: the first ranks of a group."""
 
     def __init__(
-        self, link: EngineLink, config: Config, fanout: Fanout, nursery: Nursery, devices: Sequence[str]
+        self,
+        fanout: Fanout,
+        nodes: Nodes,
+        places: Sequence[Place],
+        *,
+        variables: Mapping[str, str],
+        backend: str,
+        peers: int = 0,
+        peer_url: str = "",
     ) -> None:
-        assert link.info is not None, "connect first"
-        self.link = link
-        self.info = link.info
+        """``peers``: other members, who come from ``peer_url``; ``variables`` and ``backend``: as theirs."""
+        assert places and not places[0].host, "the first sender serves the rendezvous, and that is here"
         self._fanout = fanout
-        self._backend = "gloo" if link.info.device == "cpu" else "nccl"
-        self._host = meeting_host(config.bind_host, link.url)
-        self._nursery = nursery
-        self._devices = list(devices)
-        self._senders: list[SenderProcess] = []
+        self._nodes = nodes
+        self._places = list(places)
+        self._variables = variables
+        self._backend = backend
+        self._peers = peers
+        self._host = nodes.meeting_host(places, peer_url)
+        self._senders: list[SenderLike] = []
         self._joined = False
 
     def give_up(self) -> None:
@@ -93,19 +87,21 @@ class _Group:
 
     def started(self, deadline: Deadline) -> bool:
         """Start the senders if there are none or some were killed; False if all were there."""
-        if self._senders and all(s.alive for s in self._senders):
+        if self._senders and all(self._fanout.all(lambda sender: sender.alive, self._senders)):
             return False
         self.give_up()
-        self._senders = [self._nursery.start(device, self.info.nccl_variables, deadline) for device in self._devices]
+        self._senders = self._fanout.all(
+            lambda place: self._nodes.start(place, self._variables, deadline), self._places
+        )
         return True
 
     def _spec(self, name: str, port: int) -> GroupSpec:
-        senders = len(self._devices)
-        return GroupSpec(name, self._host, port, senders, senders + self.info.tp_size, self._backend)
+        senders = len(self._places)
+        return GroupSpec(name, self._host, port, senders, senders + self._peers, self._backend)
 
     def _join_senders(self, spec: GroupSpec, deadline: Deadline) -> None:
         def join(rank: int) -> None:
-            request = _join(spec, rank, deadline)
+            request = join_request(spec, rank, deadline)
             self._senders[rank].call("join", request, deadline=deadline)
 
         self._fanout.all(join, range(len(self._senders)))
@@ -115,11 +111,29 @@ class _Group:
         return self._senders[0].call("listen", request, deadline=deadline, returns=int)
 
 
-class BroadcastGroup(_Group):
+class EngineGroup(Senders):
+    """Senders and the TP ranks of one engine."""
+
+    def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, places: Sequence[Place]) -> None:
+        assert link.info is not None, "connect first"
+        self.link = link
+        self.info = link.info
+        super().__init__(
+            fanout,
+            nodes,
+            places,
+            variables=link.info.nccl_variables,
+            backend=backend_of(link),
+            peers=link.info.tp_size,
+            peer_url=link.url,
+        )
+
+
+class BroadcastGroup(EngineGroup):
     """A stock engine's group: one sender, which broadcasts. ``device``: the GPU of the arenas ("": host memory)."""
 
-    def __init__(self, link: EngineLink, config: Config, fanout: Fanout, nursery: Nursery, device: str) -> None:
-        super().__init__(link, config, fanout, nursery, [device])
+    def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, device: str) -> None:
+        super().__init__(link, fanout, nodes, [Place("", device)])
         self._name = ""
 
     def ready(self, probe: Segment, deadline: Deadline) -> None:
@@ -145,13 +159,13 @@ class BroadcastGroup(_Group):
     def close(self) -> None:
         """Have the engine leave, and end the sender."""
         if self._joined:
-            deadline = Deadline(_CLOSE_S, "leaving the group")
-            _quietly(lambda: self.link.client.destroy_weights_update_group(self._name, deadline))
+            deadline = Deadline(CLOSE_S, "leaving the group")
+            quietly(lambda: self.link.client.destroy_weights_update_group(self._name, deadline))
         self.give_up()
 
     def _make(self, name: str, deadline: Deadline) -> None:
         client = self.link.client
-        _quietly(lambda: client.destroy_weights_update_group(name, deadline), EngineRejected)  # of a run that is gone
+        quietly(lambda: client.destroy_weights_update_group(name, deadline), EngineRejected)  # of a run that is gone
         port = self._listen(deadline)
         spec = self._spec(name, port)
         self._name = name
@@ -179,83 +193,13 @@ class BroadcastGroup(_Group):
         together(ask, lambda: self._senders[0].call("broadcast", request, deadline=deadline), self.give_up)
 
 
-class ExchangeGroup(_Group):
-    """The group of an engine with our receiver: a sender for each GPU of the trainer, and every TP rank."""
-
-    def __init__(
-        self, link: EngineLink, config: Config, fanout: Fanout, nursery: Nursery, devices: dict[int, str]
-    ) -> None:
-        places = sorted(set(devices.values()))
-        super().__init__(link, config, fanout, nursery, places)
-        self._sender_of = {rank: places.index(device) for rank, device in devices.items()}
-        self._chunk_bytes = max(1, config.bucket_bytes // self.info.tp_size)
-        self._loads: list[Load] = []
-        self._loaded_into: list[SenderProcess] = []
-
-    def install(self, plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
-        """Give the receivers what they unpack by, and keep what the senders pack by."""
-        plan_id = secrets.token_hex(8)
-        rank_plans = [plan.rank_plan(self.link.url, layout.rank) for layout in self.link.layouts]
-        shards = {rank: export.shards for rank, export in exports.items()}
-        exchange = wire.Exchange(senders=self._sender_of, chunk_bytes=self._chunk_bytes)
-        installs = [
-            wire.Install(plan_id=plan_id, segments={}, shards=shards, plan=p, exchange=exchange) for p in rank_plans
-        ]
-        self.link.install(plan_id, installs, deadline)
-        self._loads = [self._load(sender, rank_plans, exports) for sender in range(len(self._devices))]
-        self._loaded_into = []
-
-    def move(self, push_id: str, step: int, deadline: Deadline) -> None:
-        """Send every rank its slices; returns when all are unpacked. Makes the group first if there is none."""
-        self._ready(deadline)
-        request = Send(deadline.remaining_s())
-        together(
-            lambda: self.link.pull(push_id, step, deadline),
-            lambda: self._fanout.all(lambda s: s.call("send", request, deadline=deadline), self._senders),
-            self.give_up,
-        )
-
-    def close(self) -> None:
-        """Have the receivers leave, and end the senders."""
-        if self._joined:
-            deadline = Deadline(_CLOSE_S, "leaving the group")
-            _quietly(lambda: self.link.call_receivers("leave", None, deadline))
-        self.give_up()
-
-    def _load(self, sender: int, rank_plans: list[RankPlan], exports: dict[int, Export]) -> Load:
-        ranks = [rank for rank, number in self._sender_of.items() if number == sender]
-        return Load(
-            segments={r: exports[r].segments for r in ranks},
-            shards={r: exports[r].shards for r in ranks},
-            copies={
-                len(self._devices) + p.rank: [c for c in p.copies if self._sender_of[c.rank] == sender]
-                for p in rank_plans
-            },
-            chunk_bytes=self._chunk_bytes,
-        )
-
-    def _ready(self, deadline: Deadline) -> None:
-        self.started(deadline)
-        if self._loaded_into != self._senders:
-            jobs = list(zip(self._senders, self._loads, strict=True))
-            self._fanout.all(lambda job: job[0].call("load", job[1], deadline=deadline), jobs)
-            self._loaded_into = list(self._senders)
-        if self._joined:
-            return
-        spec = self._spec(NAME.format(secrets.token_hex(4)), self._listen(deadline))
-        senders, ranks = spec.rank_offset, range(spec.rank_offset, spec.world_size)
-        requests = [_join(spec, rank, deadline, greeted_by=senders) for rank in ranks]
-        greet = Greet(list(ranks), deadline.remaining_s())
-
-        def act() -> None:
-            self._join_senders(spec, deadline)
-            self._fanout.all(lambda s: s.call("greet", greet, deadline=deadline), self._senders)
-
-        together(lambda: self.link.call_receivers("join", requests, deadline), act, self.give_up)
-        self._joined = True
+def backend_of(link: EngineLink) -> str:
+    """Of a group with this engine."""
+    assert link.info is not None, "connect first"
+    return "gloo" if link.info.device == "cpu" else "nccl"
 
 
-def _join(spec: GroupSpec, rank: int, deadline: Deadline, greeted_by: int = 0) -> Join:
+def join_request(spec: GroupSpec, rank: int, deadline: Deadline, greeted_by: int = 0) -> Join:
     return Join(
         name=spec.group_name,
         host=spec.master_address,
@@ -268,6 +212,6 @@ def _join(spec: GroupSpec, rank: int, deadline: Deadline, greeted_by: int = 0) -
     )
 
 
-def _quietly(function: Callable[[], object], kind: type[WeightSyncError] = WeightSyncError) -> None:
+def quietly(function: Callable[[], object], kind: type[WeightSyncError] = WeightSyncError) -> None:
     with contextlib.suppress(kind):
         function()

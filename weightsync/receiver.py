@@ -25,6 +25,7 @@ from torch import nn
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineLost, TransferError, WeightSyncError
 from weightsync.rpc import Client, reachable_host, split_address
+from weightsync.sharing import Pass
 from weightsync.spec import RankPlan, Segment, Shard, Struct, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -84,10 +85,14 @@ class Announcement(Struct):
 
 
 class Exchange(Struct):
-    """A rank's slices arrive over a process group. ``senders``: by trainer rank, the group rank that sends for it."""
+    """A rank's slices arrive over a process group. ``senders``: by trainer rank, the group rank that sends for it.
+
+    ``passes``: what it then passes on to other ranks of its engine and is passed, by group rank, one after the other.
+    """
 
     senders: dict[int, int]
     chunk_bytes: int
+    passes: list[Pass] = []
 
 
 class Install(Struct):

@@ -143,10 +143,8 @@ class Session:
         return offered(descriptions, self._config.rename, self._config.leave_out)
 
     def _check_same_node(self, link: EngineLink) -> None:
-        hosts = {d.host for d in self._workers.descriptions.values()}
-        if link.route != "nccl":
-            hosts |= {layout.host for layout in link.layouts}
-        if len(hosts) > 1:
+        hosts = {*self._workers.hosts().values(), *(layout.host for layout in link.layouts)}
+        if len(hosts) > 1 and link.route != "nccl":  # which knows where it has senders
             raise ConfigError(
                 f"route {link.route} needs trainer and engine on one node, but they are on {sorted(hosts)}",
                 engine=link.url,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.boxes import volume
+from weightsync.boxes import dense_strides, volume
 from weightsync.deadline import Deadline
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
 from weightsync.errors import ConfigError, TransferError, TransferTimeout
@@ -225,10 +226,19 @@ def copies(draw) -> tuple[list[Copy], dict[int, list[Shard]]]:
     for number in range(draw(st.integers(0, 20))):
         rank, size = draw(st.integers(0, ranks - 1)), tuple(draw(st.lists(st.integers(1, 6), max_size=2)))
         box = Box((0,) * len(size), size)
-        shards[rank].append(Shard(f"t{number}", size, draw(st.sampled_from(DTYPES)), box, (1,) * len(size)))
-        view = View(len(shards[rank]) - 1, 0, (1,) * len(size))
+        shards[rank].append(Shard(f"t{number}", size, draw(st.sampled_from(DTYPES)), box, dense_strides(size)))
+        view = View(len(shards[rank]) - 1, 0, dense_strides(size))
         made.append(Copy(f"t{number}", box, rank, view, view))
     return made, shards
+
+
+def cells(copy: Copy) -> list[tuple]:
+    """Every element of a copy: its position in the tensor, and where both views have it."""
+    found = []
+    for at in itertools.product(*(range(n) for n in copy.box.size)):
+        places = [view.offset + sum(a * s for a, s in zip(at, view.strides)) for view in (copy.source, copy.target)]
+        found.append((copy.tensor, tuple(a + o for a, o in zip(at, copy.box.offset)), *places))
+    return found
 
 
 @given(copies(), st.integers(1, 200), st.integers(1, 3))
@@ -239,9 +249,11 @@ def test_every_copy_travels_once_in_order_aligned_and_within_the_limit(given_cop
     assert set(planned) == set(senders.values())
     for number, chunks in planned.items():
         sent = [copy for chunk in chunks for copy, _ in chunk.parts]
-        assert sent == [copy for copy in made if senders[copy.rank] == number]
+        wanted = [copy for copy in made if senders[copy.rank] == number]
+        assert list(dict.fromkeys(c.tensor for c in sent)) == [c.tensor for c in wanted]
+        assert [cell for c in sent for cell in cells(c)] == [cell for c in wanted for cell in cells(c)]
         for chunk in chunks:
-            assert chunk.nbytes <= limit or len(chunk.parts) == 1
+            assert chunk.nbytes <= limit or [volume(copy.box) for copy, _ in chunk.parts] == [1]
             end = 0
             for copy, start in chunk.parts:
                 itemsize = getattr(torch, shards[copy.rank][copy.source.storage].dtype).itemsize

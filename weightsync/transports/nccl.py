@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
 from weightsync.pulling import MappedSegments
 from weightsync.spec import Copy, Segment, Shard, Struct
-from weightsync.transports.exchange import Outgoing, streams
+from weightsync.transports import Memory
+from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
 from weightsync.transports.rendezvous import Group, connect, listen
 from weightsync.versions import library_versions
 from weightsync.views import source_view
@@ -70,11 +72,23 @@ class Broadcast(Struct):
 
 
 class Load(Struct):
-    """What to send at every push: ``copies`` by the group rank that gets them, with the memory that they read."""
+    """What to send: a part is copies by the group rank that gets them. ``segments`` hold the memory that they read."""
 
     segments: dict[int, list[Segment]]
     shards: dict[int, list[Shard]]
-    copies: dict[int, list[Copy]]
+    parts: list[dict[int, list[Copy]]]
+    chunk_bytes: int
+
+
+class Expect(Struct):
+    """What to receive: part ``n`` is copies by the group rank they come from, into ``segments[n % len(segments)]``.
+
+    The target of a copy is a view of that segment, in elements of the dtype of its shard. ``shards`` is for that alone.
+    """
+
+    segments: list[Segment]
+    shards: dict[int, list[Shard]]
+    parts: list[dict[int, list[Copy]]]
     chunk_bytes: int
 
 
@@ -86,9 +100,10 @@ class Greet(Struct):
 
 
 class Send(Struct):
-    """Send what was loaded, once."""
+    """Send, or receive, one part of what was loaded, once."""
 
     timeout_s: float
+    part: int = 0
 
 
 class Sender:
@@ -99,7 +114,8 @@ class Sender:
         self._store: Any = None
         self._group: Group | None = None
         self._mapped = MappedSegments()
-        self._outgoing: Outgoing | None = None
+        self._outgoing: list[Outgoing] = []
+        self._incoming: list[Incoming] = []
 
     def versions(self) -> dict[str, str]:
         """Of the libraries here; ``host`` is this machine's name."""
@@ -125,6 +141,14 @@ class Sender:
         with self._on_device():
             group.finish(group.start([(p, byte) for p in request.peers], []), Deadline(request.timeout_s, "greeting"))
 
+    def hear(self, request: Greet) -> None:
+        """Receive one byte from each peer."""
+        group = self._joined()
+        byte = torch.zeros(len(request.peers), PROBE_BYTES, dtype=torch.uint8, device=self._device)
+        with self._on_device():
+            receives = list(zip(request.peers, byte.unbind()))
+            group.finish(group.start([], receives), Deadline(request.timeout_s, "being greeted"))
+
     def broadcast(self, request: Broadcast) -> None:
         """Done when every member has it, or has it in its buffers."""
         with self._on_device():
@@ -140,24 +164,27 @@ class Sender:
         with self._on_device():
             wanted = [s for segments in request.segments.values() for s in segments]
             memories = {rank: self._mapped.open(segments) for rank, segments in request.segments.items()}
-            shards = request.shards
-
-            def chunks_for(copies: list[Copy]) -> list:
-                return streams(copies, shards, dict.fromkeys(shards, 0), request.chunk_bytes)[0]
-
-            self._outgoing = Outgoing(
-                {peer: chunks_for(copies) for peer, copies in request.copies.items()},
-                shards,
-                lambda copy: source_view(memories, shards[copy.rank], copy),
-                self._device,
+            self._outgoing = outgoing(
+                request, lambda copy: source_view(memories, request.shards[copy.rank], copy), self._device
             )
             self._mapped.close_all_but(wanted)
 
     def send(self, request: Send) -> int:
-        """Send once; the number of bytes."""
-        assert self._outgoing is not None, "load first"
+        """Send one part; the number of bytes."""
         with self._on_device():
-            return self._outgoing.run(self._joined(), Deadline(request.timeout_s, "sending"))
+            return self._outgoing[request.part].run(self._joined(), Deadline(request.timeout_s, "sending"))
+
+    def expect(self, request: Expect) -> None:
+        """Map the memory that is received into and make the arenas for that."""
+        with self._on_device():
+            memories = self._mapped.open(request.segments)
+            self._incoming = incoming(request, memories, self._device)
+            self._mapped.close_all_but(request.segments)
+
+    def receive(self, request: Send) -> int:
+        """Receive one part; the number of bytes."""
+        with self._on_device():
+            return self._incoming[request.part].run(self._joined(), Deadline(request.timeout_s, "receiving"))
 
     def _joined(self) -> Group:
         if self._group is None:
@@ -166,6 +193,40 @@ class Sender:
 
     def _on_device(self) -> contextlib.AbstractContextManager:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+
+def outgoing(request: Load, view: Callable[[Copy], torch.Tensor], device: torch.device) -> list[Outgoing]:
+    """The parts of ``request``, ready to be sent one after the other; ``view`` gives the memory that a copy reads."""
+    parts = [_chunks(copies, request) for copies in request.parts]
+    buffers = Buffers(device)
+    buffers.reserve(parts)
+    return [Outgoing(part, request.shards, view, buffers) for part in parts]
+
+
+def incoming(request: Expect, memories: Sequence[Memory], device: torch.device) -> list[Incoming]:
+    """The parts of ``request``, ready to be received one after the other into ``memories``."""
+    parts = [_chunks(copies, request) for copies in request.parts]
+    buffers = Buffers(device)
+    buffers.reserve(parts)
+
+    def into(memory: Memory) -> Callable[[Copy], torch.Tensor]:
+        return lambda copy: _target(memory.tensor, copy, request.shards[copy.rank][copy.source.storage].dtype)
+
+    return [
+        Incoming(part, request.shards, into(memories[number % len(memories)]), buffers)
+        for number, part in enumerate(parts)
+    ]
+
+
+def _chunks(copies: dict[int, list[Copy]], request: Load | Expect) -> dict[int, list[Chunk]]:
+    return {peer: chunked(wanted, request.shards, request.chunk_bytes) for peer, wanted in copies.items() if wanted}
+
+
+def _target(memory: torch.Tensor, copy: Copy, dtype_name: str) -> torch.Tensor:
+    dtype = getattr(torch, dtype_name)
+    start = memory.storage_offset() // dtype.itemsize + copy.target.offset
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), start, copy.box.size, copy.target.strides)
 
 
 def join(request: Join, device: torch.device, store: Any = None, *, in_engine: bool = False) -> Group:
@@ -189,11 +250,11 @@ def nccl_version() -> str:
     return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
-def check_same_nccl(engine: str, ours: str, *, url: str) -> None:
+def check_same_nccl(engine: str, ours: str, *, url: str, whose: str = "the actor's environment") -> None:
     """Raise ConfigError naming both versions if they differ: such members cannot be in one communicator."""
     if engine and ours and engine != ours:
         raise ConfigError(
-            f"route nccl: this engine has NCCL {engine} and the actor's environment NCCL {ours}; members of one group "
+            f"route nccl: this engine has NCCL {engine} and {whose} NCCL {ours}; members of one group "
             "must have the same. Use the actor's environment that fits the engine (its torch), or another route",
             engine=url,
         )

@@ -4,8 +4,8 @@ Importing torch takes seconds, and a push that must replace a sender has none to
 senders need, touches no GPU, and forks one whenever it is asked to. Whoever dies takes those below with it: the actor
 the nursery, the nursery the senders.
 
-    request   {"device": GPU's UUID or "", "variables": {...}}        one line of JSON on the nursery's standard input
-    reply     {"pid": ..., "address": tcp://HOST:PORT#TOKEN}          one line on its standard output, from the sender
+    request   {"device": GPU's UUID or "", "variables": {...}, "host": ...}   one line of JSON on the nursery's input
+    reply     {"pid": ..., "address": tcp://HOST:PORT#TOKEN}                  one line on its output, from the sender
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _GONE_S = 5.0
 
 
 class Nursery:
-    """The actor's end. Made at once; what it imports is ready some seconds later."""
+    """The end that asks. Made at once; what it imports is ready some seconds later. Senders listen on ``host``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "weightsync.transports.sender"],
@@ -46,7 +47,7 @@ class Nursery:
 
         Raises TransferError if the nursery or the sender ended, TransferTimeout if it is not up in time.
         """
-        request = json.dumps({"device": device, "variables": dict(variables)}).encode() + b"\n"
+        request = json.dumps({"device": device, "variables": dict(variables), "host": self._host}).encode() + b"\n"
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         with self._lock:
@@ -84,6 +85,7 @@ class SenderProcess:
 
     def __init__(self, pid: int, address: str) -> None:
         self.pid = pid
+        self.address = address
         self._handle = os.pidfd_open(pid)
         self._lock = threading.Lock()
         self._client = Client(address, what=f"sender process {pid}")
@@ -127,17 +129,17 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         if os.fork() == 0:
-            _become_sender(request["device"], request["variables"])
+            _become_sender(request["device"], request["variables"], request["host"])
 
 
-def _become_sender(device: str, variables: dict[str, str]) -> None:
+def _become_sender(device: str, variables: dict[str, str], host: str) -> None:
     status = 1
     try:
         _die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update({k: v for k, v in variables.items() if k not in os.environ})
-        server = _serve(device)
+        server = _serve(device, host)
         _reply({"pid": os.getpid(), "address": server.address})
         threading.Event().wait()
     except WeightSyncError as e:
@@ -148,13 +150,13 @@ def _become_sender(device: str, variables: dict[str, str]) -> None:
         os._exit(status)
 
 
-def _serve(device: str) -> Server:
+def _serve(device: str, host: str) -> Server:
     import torch
 
     from weightsync import devices
     from weightsync.transports.nccl import Sender
 
-    return Server(Sender(devices.device_of(device) if device else torch.device("cpu")))
+    return Server(Sender(devices.device_of(device) if device else torch.device("cpu")), host=host)
 
 
 def _reply(content: dict[str, Any]) -> None:

@@ -1,0 +1,95 @@
+"""A trainer of several ranks, all in this process: rows of every tensor, on hosts that bear the names given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from weightsync.offer import Offer
+from weightsync.publisher import Wire
+from weightsync.rpc import Server
+from weightsync.spec import Description, Rule
+from weightsync.trainers import Held
+from weightsync.trainers.dtensor_mapping import rules_of
+
+
+class Rows:
+    """A ``trainers.Reader``: part ``rank`` of ``world_size`` of every tensor, cut along dim 0, empty if need be.
+
+    Tensors named in ``replicated`` are held whole.
+    """
+
+    reading = 0
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, replicated: Sequence[str]
+    ) -> None:
+        self._held = []
+        for name, tensor in tensors.items():
+            parts = [tensor] * world_size if name in replicated else tensor.tensor_split(world_size)
+            first = 0 if name in replicated else sum(p.shape[0] for p in parts[:rank])
+            offset = (first,) + (0,) * (tensor.dim() - 1)
+            self._held.append(Held(name, parts[rank].clone(), tuple(tensor.shape), offset))
+
+    def settle(self) -> None:
+        return None
+
+    def swapped(self) -> list[str]:
+        return []
+
+    def read(self) -> list[Held]:
+        return self._held
+
+    def glance(self) -> None:
+        return None
+
+    def rules(self, held: list[Held]) -> list[Rule]:
+        return rules_of({h.name: h.shape for h in held})
+
+
+class HostedOffer(Offer):
+    """An offer that says it is on another host."""
+
+    host = ""
+
+    def describe(self) -> Description:
+        return msgspec.structs.replace(super().describe(), host=self.host)
+
+
+class RowTrainer:
+    """One rank a name in ``hosts``. ``tensors`` are the whole ones, as last trained."""
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], hosts: Sequence[str], *, replicated: Sequence[str] = ()
+    ) -> None:
+        self.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self._replicated = replicated
+        self._readers = [Rows(self.tensors, rank, len(hosts), replicated) for rank in range(len(hosts))]
+        self.offers, self.servers = [], []
+        for rank, (reader, host) in enumerate(zip(self._readers, hosts, strict=True)):
+            offer = HostedOffer(reader, rank=rank, world_size=len(hosts), trainer="dtensor_v2")
+            offer.host = host
+            self.offers.append(offer)
+            self.servers.append(Server(Wire(offer)))
+
+    @property
+    def addresses(self) -> list[str]:
+        return [server.address for server in self.servers]
+
+    def train(self, step: int) -> None:
+        """New weights, marked as those of ``step``."""
+        generator = torch.Generator().manual_seed(step)
+        for tensor in self.tensors.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        for reader, offer in zip(self._readers, self.offers, strict=True):
+            for held in reader.read():
+                rows = slice(held.offset[0], held.offset[0] + held.tensor.shape[0])
+                held.tensor.copy_(self.tensors[held.name][rows])
+            offer.mark(step)
+
+    def close(self) -> None:
+        for offer, server in zip(self.offers, self.servers, strict=True):
+            offer.close()
+            server.close()

@@ -1,0 +1,272 @@
+"""Trainers on several nodes, over gloo: node actors start senders there, and buckets are gathered from everywhere.
+
+The other nodes are this machine under another name; their node actors are servers with nurseries of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.fakes.engine import FakeEngine
+from tests.fakes.model import FakeModel
+from tests.fakes.rows import RowTrainer
+from tests.test_routes_nccl import Shared
+from tests.test_session import assert_serves, engine
+from weightsync import nodes, routes_nccl
+from weightsync.config import load_config
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigError, TransferError
+from weightsync.routes_nccl import check_fits
+from weightsync.session import Session
+from weightsync.sharing import link_bytes
+from weightsync.spec import PushRequest
+from weightsync.transports import node as node_module
+from weightsync.transports.node import NodeServer, RemoteNursery
+from weightsync.transports.sender import Nursery
+
+pytestmark = pytest.mark.timeout(180)
+SHAPES = FakeModel().shapes
+HERE, B, C = "node-a", "node-b", "node-c"
+
+
+@pytest.fixture(scope="module")
+def actors() -> Iterator[dict[str, NodeServer]]:
+    """A node actor for each host but the first."""
+    made = {host: NodeServer(host_name=host) for host in (B, C)}
+    yield made
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    one = Nursery()
+    yield one
+    one.close()
+
+
+class Cluster:
+    def __init__(self, hosts: list[str], engines: list[FakeEngine], node_actors: list[str], **config) -> None:
+        self.trainer = RowTrainer(SHAPES, hosts, replicated=["norm.weight"])
+        self.engines = engines
+        settings = {
+            "pair": "sgl_dtensor_v2",
+            "route": "nccl",
+            "bucket_bytes": 256,
+            "verify": "fingerprint" if all(e.loaders for e in engines) else "none",
+            "timeout_s": 60.0,
+            "connect_timeout_s": 60.0,
+            "engines": [{"url": e.url} for e in engines],
+            "publishers": self.trainer.addresses,
+            "node_actors": [{"address": address} for address in node_actors],
+        }
+        self._settings = settings | config
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        if self._session is None:
+            self._session = Session(load_config(self._settings), trainer="dtensor_v2")
+        return self._session
+
+    def push(self, step: int, **request):
+        _ = self.session
+        self.trainer.train(step)
+        return self.session.push(PushRequest(step=step, **request))
+
+    def assert_all_serve(self, step: int) -> None:
+        for one in self.engines:
+            assert_serves(one, self.trainer.tensors, step)
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self.trainer.close()
+        for one in self.engines:
+            one.close()
+
+
+@pytest.fixture
+def cluster(actors, nursery, monkeypatch) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    monkeypatch.setattr(routes_nccl, "Nursery", lambda: Shared(nursery))
+
+    def make(hosts: list[str], *engines: FakeEngine, met: list[str] | None = None, **config) -> Cluster:
+        addresses = [actors[host].address for host in (B, C) if host in hosts] if met is None else met
+        made.append(Cluster(hosts, list(engines), addresses, **config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def stock(tp_size: int = 1) -> FakeEngine:
+    return engine(tp_size, receiver=False)
+
+
+def senders_of(actor: NodeServer) -> list:
+    return [sender for senders in actor._wire._senders.values() for sender in senders]
+
+
+def test_stock_engines_get_buckets_gathered_from_three_nodes(cluster, actors):
+    one = cluster([HERE, B, B, C], stock(), stock(2))
+    for step in (1, 2):
+        report = one.push(step)
+        assert report.route == "nccl"
+        one.assert_all_serve(step)
+    assert [len(senders_of(actors[host])) for host in (B, C)] == [1, 1], "one for all of a node's host memory"
+    one.close()
+    assert not senders_of(actors[B]) and not senders_of(actors[C])
+
+
+def test_receivers_get_slices_from_three_nodes_and_are_verified(cluster):
+    one = cluster([HERE, B, C], engine(1), engine(2))
+    for step in (1, 2):
+        assert one.push(step).verified
+        one.assert_all_serve(step)
+
+
+def test_what_tp_ranks_need_alike_leaves_the_trainer_once(cluster):
+    shapes = {"norm.weight": (3000,)}
+    one = cluster([HERE, B], engine(2), engine(1))
+    for fake, tp in zip(one.engines, (2, 1), strict=True):
+        fake.models[:] = [Norm(rank, tp) for rank in range(tp)]
+    one.trainer.close()
+    one.trainer = RowTrainer(shapes, [HERE, B])
+    one._settings |= {"publishers": one.trainer.addresses, "bucket_bytes": 4096}
+    report = one.push(1)
+    assert report.verified
+    held = [model.norm for fake in one.engines for model in fake.models]
+    assert all(torch.equal(norm, one.trainer.tensors["norm.weight"]) for norm in held)
+    groups = one.session._routes["nccl"]._exchanges
+    sent = [groups[fake.url].sent_bytes for fake in one.engines]
+    assert sent == [12_000, 12_000], "as much for two ranks as for one"
+    links = link_bytes(groups[one.engines[0].url].shared, lambda c: 4 * c.box.size[0])
+    assert sum(n for (a, _), n in links.items() if str(a).startswith("trainer")) == 12_000
+    assert sum(n for (a, b), n in links.items() if a in (0, 1) and b in (0, 1)) == 12_000
+    assert report.engines[0].num_bytes == 24_000, "and both hold it"
+
+
+class Norm(torch.nn.Module):
+    """A replicated tensor alone, large beside its packing."""
+
+    def __init__(self, tp_rank: int, tp_size: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.Parameter(torch.full((3000,), -1.0), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, weight in weights:
+            if name == "norm.weight":
+                self.norm.data.copy_(weight)
+
+
+@pytest.mark.parametrize("kind", [stock, engine])
+def test_a_sender_on_another_node_that_was_killed_is_replaced(cluster, actors, kind):
+    one = cluster([HERE, B], kind(2))
+    one.push(1)
+    before = senders_of(actors[B])
+    for sender in before:
+        os.kill(sender.pid, signal.SIGKILL)
+    while any(sender.alive for sender in before):
+        time.sleep(0.01)
+    one.push(2)
+    one.assert_all_serve(2)
+
+
+def test_a_sender_that_stalls_on_another_node_ends_by_the_deadline_and_the_next_push_heals(
+    cluster, actors, monkeypatch
+):
+    monkeypatch.setattr(routes_nccl, "MIN_STALL_S", 2.0)
+    one = cluster([HERE, B], stock(2), timeout_s=12.0)
+    one.push(1)
+    for sender in senders_of(actors[B]):
+        os.kill(sender.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(TransferError, match=r"gathering bucket \d+ of \d+ from other nodes"):
+        one.push(2)
+    assert time.monotonic() - started < 12
+    report = one.push(3, timeout_s=60.0)
+    assert [e.state for e in report.engines] == ["serving"]
+    one.assert_all_serve(3)
+
+
+def test_an_actor_that_is_gone_takes_its_senders_along_after_a_while(actors, monkeypatch):
+    monkeypatch.setattr(node_module, "LEASE_S", 1.2)
+    actor = NodeServer(host_name="node-d")
+    nursery = RemoteNursery(actor.address, Deadline(30.0, "test"))
+    sender = nursery.start("", {}, Deadline(30.0, "test"))
+    assert sender.alive
+    nursery._closed.set()  # no word from it any more
+    for _ in range(100):
+        if not sender.alive:
+            break
+        time.sleep(0.1)
+    assert not sender.alive and not senders_of(actor)
+    actor.close()
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_a_host_without_a_node_actor_is_named_with_what_to_do(cluster):
+    with pytest.raises(ConfigError, match=r"'node-a', 'node-b', 'node-c'.*need a node actor each.*source: nccl"):
+        _ = cluster([HERE, B, C], stock(), met=[]).session
+
+
+def test_an_actor_on_no_node_of_the_trainer_is_refused(cluster):
+    with pytest.raises(ConfigError, match="none of them the actor's node"):
+        _ = cluster([B], stock()).session
+
+
+def test_other_routes_still_want_one_node(cluster):
+    with pytest.raises(ConfigError, match=r"route bucket needs trainer and engine on one node"):
+        _ = cluster([HERE, B], stock(), route="bucket").session
+
+
+def test_two_node_actors_of_one_host_are_refused(cluster, actors):
+    again = NodeServer(host_name=B)
+    try:
+        addresses = [actors[B].address, again.address]
+        with pytest.raises(ConfigError, match=f"both of host {B}"):
+            _ = cluster([HERE, B], stock(), met=addresses).session
+    finally:
+        again.close()
+
+
+def test_a_node_actor_that_is_not_there_is_named(cluster):
+    with pytest.raises(TransferError, match=r"node actor tcp://127\.0\.0\.1:1"):
+        _ = cluster([HERE, B], stock(), met=["tcp://127.0.0.1:1#token"], connect_timeout_s=3.0).session
+
+
+def test_a_node_actor_with_another_nccl_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(routes_nccl, "nccl_version", lambda: "2.28.9")
+    info = SimpleNamespace(device="cuda", nccl="2.28.9")
+    link = SimpleNamespace(info=info, layouts=[], url="http://e")
+    check_fits(link, {}, {B: "2.28.9"})
+    with pytest.raises(ConfigError, match=r"engine has NCCL 2\.28\.9 and the node actor of node-b NCCL 2\.30\.7"):
+        check_fits(link, {}, {B: "2.30.7"})
+
+
+def test_a_loopback_rendezvous_is_refused_for_a_node_elsewhere():
+    elsewhere = SimpleNamespace(where="tcp://192.0.2.7:5", host="192.0.2.7")
+    with pytest.raises(ConfigError, match=r"cannot reach this node at 127\.0\.0\.1: set bind_host"):
+        node_module.check_reachable(elsewhere, "127.0.0.1")
+    node_module.check_reachable(elsewhere, "192.0.2.1")
+
+
+def test_a_meeting_place_that_engine_and_other_nodes_reach(monkeypatch):
+    asked = []
+    monkeypatch.setattr(nodes, "reachable_host", lambda bind, peer_host: asked.append((bind, peer_host)) or "found")
+    assert nodes.meeting_host("0.0.0.0", "http://127.0.0.1:1", beyond="192.0.2.7") == "found"
+    assert nodes.meeting_host("127.0.0.1", "http://localhost:1", beyond="192.0.2.7") == "found"
+    assert nodes.meeting_host("0.0.0.0", "http://192.0.2.9:1", beyond="192.0.2.7") == "found"
+    assert asked == [("0.0.0.0", "192.0.2.7"), ("", "192.0.2.7"), ("0.0.0.0", "192.0.2.9")]
