@@ -69,6 +69,10 @@ class FakeClient:
         self._call("stamp")
         self.version = version
 
+    def confirm(self, version, deadline):
+        if "confirm" in self.faults:
+            raise self.faults["confirm"]
+
     def resume(self, deadline):
         self._call("resume")
         self.paused = False
@@ -87,8 +91,10 @@ class FakeLink:
         self.memory, self.notes = 1, []
         self.start_push()
 
-    def start_push(self):
-        self.progress = Progress()
+    ends_by_itself = True
+
+    def start_push(self, landed=lambda: None):
+        self.progress = Progress(landed=landed)
 
     def is_attached(self):
         return self.attached
@@ -103,8 +109,8 @@ class FakeLink:
 
 
 class FakeRoute:
-    def __init__(self, corrupt: str = "", applied: bool = True) -> None:
-        self.corrupt, self.applied = corrupt, applied
+    def __init__(self, corrupt: str = "", applied: bool = True, tells: bool = False) -> None:
+        self.corrupt, self.applied, self.tells = corrupt, applied, tells
 
     def move(self, links, step, deadline):
         outcomes = []
@@ -113,6 +119,8 @@ class FakeRoute:
             link.progress.applied = fault is None or self.applied
             if fault is None:
                 link.memory = FINGERPRINT + (link.url == self.corrupt)
+                if self.tells:
+                    link.progress.landed()
             outcomes.append(fault)
         return outcomes
 
@@ -122,6 +130,7 @@ class FakeWorkers:
 
     def __init__(self, publish=None, seal=None, sealed=FINGERPRINT) -> None:
         self.faults, self.sealed = {"publish": publish, "seal": seal}, sealed
+        self.sealings = 0
 
     def publish(self, step, regions, deadline):
         if self.faults["publish"]:
@@ -129,6 +138,7 @@ class FakeWorkers:
         return {0: Published(step, 0, 0.0)}
 
     def seal(self, step, regions, deadline):
+        self.sealings += 1
         if self.faults["seal"]:
             raise self.faults["seal"]
         return {0: Sealed([self.sealed], [FINGERPRINT], [], 0.0)}
@@ -165,9 +175,10 @@ def three(**faults: WeightSyncError) -> list[FakeLink]:
     return [FakeLink("http://a"), FakeLink("http://b", **faults), FakeLink("http://c")]
 
 
-def test_a_push_stamps_once_and_everyone_serves():
+@pytest.mark.parametrize("tells", [False, True], ids=["when all have answered", "as soon as bytes have landed"])
+def test_a_push_stamps_once_and_everyone_serves(tells):
     links = three()
-    report = push(links).run()
+    report = push(links, route=FakeRoute(tells=tells)).run()
     assert report.verified and report.weight_version == "5" and report.num_bytes == 12
     assert list(report.seconds) == ["publish", "pause", "begin", "move", "verify", "commit", "continue", "total"]
     for link in links:
@@ -235,10 +246,28 @@ def test_engines_that_were_stamped_before_the_failure_serve_the_new_version():
     assert [link.client.paused for link in links] == [False, True, False]
 
 
-def test_a_wrong_byte_is_found_and_named_and_nobody_is_stamped():
+def test_an_engine_that_reports_another_version_is_an_error_though_it_serves_the_weights():
+    links = three(confirm=EngineRejected("stamped '5', but /model_info reports 'old'"))
+    with pytest.raises(EngineRejected, match="reports 'old'") as caught:
+        push(links).run()
+    assert caught.value.engine == "http://b"
+    assert [(link.state, link.client.paused) for link in links] == [("serving", False)] * 3
+
+
+def test_the_sources_are_sealed_once_and_only_when_the_last_engine_has_landed():
+    links, workers = three(move=TransferError("half of it")), FakeWorkers()
+    with pytest.raises(TransferError, match="half of it"):
+        push(links, route=FakeRoute(tells=True), workers=workers).run()
+    assert workers.sealings == 0
+    push(three(), route=FakeRoute(tells=True), workers=workers).run()
+    assert workers.sealings == 1
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_wrong_byte_is_found_and_named_and_nobody_is_stamped(tells):
     links = three()
     with pytest.raises(VerifyMismatch) as caught:
-        push(links, route=FakeRoute(corrupt="http://c")).run()
+        push(links, route=FakeRoute(corrupt="http://c", tells=tells)).run()
     error = caught.value
     assert (error.engine, error.rank, error.tensor) == ("http://c", 0, "model.norm.weight")
     assert all(link.client.version == "old" and link.state == "fenced" for link in links)

@@ -179,7 +179,7 @@ def test_a_rank_that_is_ahead_is_refused_at_once(world):
 def test_weights_that_change_during_the_move_fail_the_push(world):
     one = world(engine())
     one.push(1)
-    one.engines[0].misbehave(UPDATE, "slow", seconds=1.0, applies=True)
+    one.engines[0].misbehave(UPDATE, "slow", seconds=1.0)
     one.train(2)
     meddler = threading.Timer(0.5, lambda: one.tensors["norm.weight"].add_(1))
     meddler.start()
@@ -189,6 +189,19 @@ def test_weights_that_change_during_the_move_fail_the_push(world):
     assert one.session.status().engines[0].state == "fenced" and one.engines[0].paused
     assert one.push(3).verified
     assert_serves(one.engines[0], one.tensors, 3)
+
+
+def test_weights_may_change_once_every_byte_has_landed_though_the_engine_still_answers(world):
+    one = world(engine())
+    one.push(1)
+    one.engines[0].misbehave(UPDATE, "slow", seconds=2.0, applies=True)
+    one.train(2)
+    pushed = {name: tensor.clone() for name, tensor in one.tensors.items()}
+    trainer = threading.Timer(1.0, lambda: one.tensors["norm.weight"].add_(1))
+    trainer.start()
+    assert one.session.push(PushRequest(step=2)).verified
+    trainer.join()
+    assert_serves(one.engines[0], pushed, 2)
 
 
 def test_a_name_without_a_home_is_refused_before_a_byte_moves(world):

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import secrets
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -76,6 +78,8 @@ class Progress:
     verified: bool = False
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    landed: Callable[[], None] = field(default=lambda: None)
+    """Called, perhaps twice, when every rank says that its bytes are there, before the engine itself has answered."""
 
 
 class EngineLink:
@@ -193,8 +197,13 @@ class EngineLink:
     def has_opaque(self) -> bool:
         return any(layout.opaque for layout in self.layouts)
 
-    def start_push(self) -> None:
-        self.progress = Progress()
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether what has landed is final: an engine with sessions finalises in ``end``."""
+        return self.info is not None and self.info.generation == "plain"
+
+    def start_push(self, landed: Callable[[], None] = lambda: None) -> None:
+        self.progress = Progress(landed=landed)
 
     def pull(self, push_id: str, step: int, deadline: Deadline) -> None:
         """Have every TP rank pull its slices. Sets ``progress.applied`` to what the receivers themselves say."""
@@ -214,6 +223,13 @@ class EngineLink:
         ]
         before, self.progress.applied = self.progress.applied, True
         ends = [self._waiting.submit(lambda r=r: self._result(r, push_id, deadline)) for r in self._receivers]
+
+        def look(_: Future) -> None:
+            if all(end.done() and not end.exception() and end.result().ok for end in ends):
+                self.progress.landed()
+
+        for end in ends:
+            end.add_done_callback(look)
         try:
             self.client.update(payloads, wire.LOADER, deadline)
         except WeightSyncError:

@@ -10,6 +10,7 @@ an engine when something fails depends on one fact only: whether anything was ap
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan
 from weightsync.routes import Route
-from weightsync.spec import EngineReport, SyncReport
+from weightsync.spec import EngineReport, Sealed, SyncReport
 from weightsync.workers import Workers
 
 PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
@@ -75,6 +76,10 @@ class Push:
         self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
         self._notes: list[str] = []
         self._requests: dict[str, Future[int]] = {}
+        self._landing = threading.Lock()
+        self._landed: set[str] = set()
+        self._reading: dict[str, Future[list[list[int]]]] = {}
+        self._sealing: Future[dict[int, Sealed]] | None = None
         self._generations = generations
 
     @property
@@ -85,7 +90,7 @@ class Push:
         """The main path. Raises a WeightSyncError whose ``report`` says what state each engine is in."""
         started = time.perf_counter()
         for link in self._links:
-            link.start_push()
+            link.start_push(landed=lambda link=link: self._on_landed(link))
         try:
             with self._timed("publish"):
                 self._publish()
@@ -168,11 +173,35 @@ class Push:
         link.client.end(self._deadline)
         link.progress.began = False
 
+    def _on_landed(self, link: EngineLink) -> None:
+        """All its bytes are where they belong; its own answer is still on the way. Verification can begin."""
+        with self._landing:
+            self._landed.add(link.url)
+            if link.ends_by_itself:
+                self._start_reading(link)
+            if self._landed >= {other.url for other in self._links}:
+                self._start_sealing()
+
+    def _start_reading(self, link: EngineLink) -> None:
+        if self._verifies and link.url not in self._reading:
+            self._reading[link.url] = self._fanout.submit(lambda: self._read_back(link))
+
+    def _start_sealing(self) -> None:
+        if self._sealing is None:
+            self._sealing = self._fanout.submit(lambda: self._workers.seal(self.step, self._regions, self._deadline))
+
     def _verify(self) -> None:
         """Seal the sources and read the engines back, all at once; then compare."""
-        sealing = self._fanout.submit(lambda: self._workers.seal(self.step, self._regions, self._deadline))
-        read = self._fanout.each(self._read_back, self._links) if self._verifies else [[] for _ in self._links]
-        answers = sealing.result()
+        with self._landing:
+            self._start_sealing()
+            for link in self._links:
+                self._start_reading(link)
+        assert self._sealing is not None
+        nothing: list[list[int]] = []
+        read = self._fanout.each(
+            lambda link: self._reading[link.url].result() if self._verifies else nothing, self._links
+        )
+        answers = self._sealing.result()
         rewritten = [rank for rank, answer in answers.items() if answer.fingerprints != answer.published]
         if rewritten:
             raise TransferError(
@@ -215,9 +244,11 @@ class Push:
         link.version, link.state, link.error = str(self.step), "serving", ""
 
     def _continue(self, link: EngineLink) -> None:
+        confirming = self._fanout.submit(lambda: link.client.confirm(str(self.step), self._deadline))
         if self._config.pause != "none" or link.held:
             link.client.resume(self._deadline)
         link.held = False
+        confirming.result()
 
     # ----------------------------------------------------------------------------------------------- failures
 

@@ -49,6 +49,7 @@ def push(client: Engine, deadline: Deadline, *, buckets: int = 5) -> None:
         client.update(["a", "b"], "flattened_bucket", deadline, what=f"bucket {i + 1} of {buckets}")
     client.end(deadline)
     client.stamp("7", deadline)
+    client.confirm("7", deadline)
     client.resume(deadline)
 
 
@@ -98,8 +99,9 @@ def test_stamping_leaves_requests_alone_and_wants_a_string(fake: FakeEngine, cli
 
 def test_a_stamp_that_does_not_stick_is_noticed(fake: FakeEngine, client: SglangEngine) -> None:
     fake._stamp = lambda body: (200, {"success": True})  # type: ignore[method-assign]
+    client.stamp("3", soon())
     with pytest.raises(EngineRejected, match="stamped '3', but /model_info reports 'default'"):
-        client.stamp("3", soon())
+        client.confirm("3", soon())
 
 
 def test_a_session_left_open_by_a_dead_run_is_closed_first() -> None:

@@ -111,7 +111,11 @@ class Engine(Protocol):
         ...
 
     def stamp(self, version: str, deadline: Deadline) -> None:
-        """Set the weight version that the engine reports, and read it back."""
+        """Set the weight version that the engine reports."""
+        ...
+
+    def confirm(self, version: str, deadline: Deadline) -> None:
+        """Raise EngineRejected if the engine reports another weight version."""
         ...
 
     def resume(self, deadline: Deadline) -> None:

@@ -171,6 +171,9 @@ class SglangEngine:
             raise ConfigError(f"a weight version is a non-empty string, got {version!r}")
         body = {"new_version": version, "abort_all_requests": False}
         self._json("POST", "/update_weight_version", "commit", deadline, body, retry=True)
+
+    def confirm(self, version: str, deadline: Deadline) -> None:
+        """``/model_info``: an answer of ``success`` proves nothing."""
         if (reported := self.weight_version(deadline)) != version:
             raise EngineRejected(
                 f"stamped {version!r}, but /model_info reports {reported!r}",
