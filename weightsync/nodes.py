@@ -112,4 +112,4 @@ def meeting_host(bind: str, peer_url: str, *, beyond: str = "") -> str:
     loopback = bind_host(bind) in _LOOPBACK
     if beyond and (peer in _LOOPBACK or peer == "localhost"):
         peer = beyond
-    return reachable_host("" if loopback else bind, peer_host=peer)
+    return reachable_host(("::" if ":" in peer else "") if loopback else bind, peer_host=peer)

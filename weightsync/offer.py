@@ -11,8 +11,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +147,20 @@ class Offer:
                 arena_bytes=outlet.arena_bytes,
                 notes=outlet.notes,
             )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are: this rank's GPU, or the CPU."""
+        return self._device or torch.device("cpu")
+
+    @contextmanager
+    def exported(self) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
+        """The generation of what is exported and its memory, by shard index; held where it is until the block ends."""
+        with self._lock, self._on_device():
+            self._check_open()
+            if self._outlet is None:
+                raise self._error("nothing is exported: its memory moved or was withdrawn")
+            yield self._generation, self._outlet.views
 
     def publish(self, step: int, regions: Sequence[SourceRegion], timeout_s: float) -> Published:
         start = time.perf_counter()

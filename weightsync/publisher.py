@@ -23,7 +23,9 @@ from weightsync.errors import ConfigError
 from weightsync.offer import Offer
 from weightsync.rpc import Server
 from weightsync.spec import Description, Export, Published, Sealed, SourceRegion, Struct
+from weightsync.supply import Supplier
 from weightsync.transports import shm
+from weightsync.transports.nccl import Greet, Join, Load, Send
 
 
 class ExportRequest(Struct):
@@ -59,6 +61,7 @@ class Wire:
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer
+        self._supplier = Supplier(offer)
 
     def describe(self) -> Description:
         """Who this is, what it holds in its own layout, and how that maps to Hugging Face tensors."""
@@ -81,6 +84,25 @@ class Wire:
     def seal(self, request: SealRequest) -> Sealed:
         """Raises TransferError if ``request.step`` is not what was published last, or its memory is gone."""
         return self._offer.seal(request.step, request.regions)
+
+    def group_version(self) -> str:
+        """As the following, for ``source: nccl``: see ``supply.Supplier``."""
+        return self._supplier.version()
+
+    def join(self, request: Join) -> None:
+        self._supplier.join(request)
+
+    def hear(self, request: Greet) -> None:
+        self._supplier.hear(request)
+
+    def load(self, request: Load) -> None:
+        self._supplier.load(request)
+
+    def send(self, request: Send) -> int:
+        return self._supplier.send(request)
+
+    def leave(self) -> None:
+        self._supplier.leave()
 
 
 class Publisher:

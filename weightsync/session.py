@@ -22,6 +22,14 @@ from weightsync.workers import Workers
 MAX_REMAPS = 3
 
 
+def _meet(config: Config, trainer: str, deadline: Deadline) -> Workers:
+    if config.source == "mapped":
+        return Workers(config.publishers, trainer=trainer, deadline=deadline)
+    from weightsync.mirror import MirroredWorkers
+
+    return MirroredWorkers(config.publishers, trainer=trainer, deadline=deadline, config=config)
+
+
 class Session:
     """One trainer connected to its engines. Every public method may be called remotely; pushes exclude each other.
 
@@ -34,7 +42,7 @@ class Session:
         deadline = Deadline(config.connect_timeout_s, "connecting (connect_timeout_s)")
         self._config = config
         self._lock = threading.RLock()
-        self._workers = Workers(config.publishers, trainer=trainer, deadline=deadline)
+        self._workers = _meet(config, trainer, deadline)
         self._fanout = Fanout("engines")
         self._inbox = Inbox()
         self._server = Server(Doorbell(self._inbox), host=config.bind_host)

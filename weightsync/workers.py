@@ -83,6 +83,10 @@ class Workers:
                 )
         return sealed
 
+    def call(self, rank: int, method: str, argument: Any, deadline: Deadline, returns: Any = None) -> Any:
+        """Call one rank's publisher."""
+        return self._clients[rank].call(method, argument, deadline=deadline, returns=returns)
+
     def close(self) -> None:
         for client in self._clients.values():
             client.close()

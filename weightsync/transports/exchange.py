@@ -31,6 +31,8 @@ class GroupLike(Protocol):
 
     def finish(self, works: list[Any], deadline: Deadline) -> None: ...
 
+    def abort(self) -> None: ...
+
 
 class Chunk(NamedTuple):
     """What one message carries: copies, contiguous, and the byte at which each begins. ``nbytes`` is its length."""

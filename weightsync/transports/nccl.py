@@ -121,6 +121,10 @@ class Sender:
         """Of the libraries here; ``host`` is this machine's name."""
         return library_versions() | {"nccl": nccl_version(), "host": socket.gethostname()}
 
+    def group_version(self) -> str:
+        """What a group with training workers would be made with here. Raises TransferError without CuPy."""
+        return group_version(self._device)
+
     def settings(self) -> dict[str, str]:
         """What NCCL is told by environment variables here: it must fit what the engine is told."""
         return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
@@ -229,10 +233,22 @@ def _target(memory: torch.Tensor, copy: Copy, dtype_name: str) -> torch.Tensor:
     return view.set_(memory.untyped_storage(), start, copy.box.size, copy.target.strides)
 
 
-def join(request: Join, device: torch.device, store: Any = None, *, in_engine: bool = False) -> Group:
+def join(request: Join, device: torch.device, store: Any = None, *, in_engine: bool = False) -> Any:
     """Join a group as its request says. ``store``: the rendezvous if this process serves it."""
+    store = store if store is not None else connect(request.host, request.port, request.timeout_s)
+    if request.backend == "cupy":
+        from weightsync.transports.cupy_group import CupyGroup
+
+        return CupyGroup(
+            store,
+            name=request.name,
+            rank=request.rank,
+            world_size=request.world_size,
+            device=device,
+            timeout_s=request.timeout_s,
+        )
     return Group(
-        store if store is not None else connect(request.host, request.port, request.timeout_s),
+        store,
         name=request.name,
         rank=request.rank,
         world_size=request.world_size,
@@ -241,6 +257,17 @@ def join(request: Join, device: torch.device, store: Any = None, *, in_engine: b
         timeout_s=request.timeout_s,
         in_engine=in_engine,
     )
+
+
+def group_version(device: torch.device) -> str:
+    """What a group beside torch's is made with: ``gloo``, or ``NCCL 2.30.7``. Raises TransferError without CuPy."""
+    if device.type == "cpu":
+        return "gloo"
+    try:
+        from weightsync.transports import cupy_group
+    except ImportError as e:
+        raise TransferError(f"source: nccl needs CuPy (cupy-cuda13x) in this environment: {e}") from e
+    return f"NCCL {cupy_group.version()}"
 
 
 def nccl_version() -> str:
