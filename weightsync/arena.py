@@ -1,7 +1,8 @@
 """Where a publisher's tensors lie for others to read: in place, or copied into an arena. Runs in training workers.
 
 An arena is one shared segment for all of a rank's tensors that cannot be read where they are: host memory, memory that
-has no handle, or another dtype than the engines want. Tensors lie in it one after the other, dense and aligned.
+has no handle, or another dtype than the engines want. Tensors lie in it one after the other, dense and aligned. One
+that may not be large enough for all has two parts, which take turns: each round fills one while the other is read.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Slot(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
     byte_offset: int
+    round: int = 0
 
 
 class Layout(NamedTuple):
@@ -38,6 +40,11 @@ class Layout(NamedTuple):
     device: str
     slots: tuple[Slot, ...]
     nbytes: int
+    num_parts: int = 1
+
+    @property
+    def num_rounds(self) -> int:
+        return 1 + max((slot.round for slot in self.slots), default=0)
 
 
 class Arena:
@@ -63,6 +70,30 @@ def lay_out(transport: str, device: str, wanted: Sequence[tuple[int, tuple[int, 
     return Layout(transport, device, tuple(slots), end)
 
 
+def in_parts(layout: Layout, limit_bytes: int) -> Layout:
+    """The same tensors in at most ``limit_bytes``, in rounds: two parts take turns, or one where a tensor needs it all.
+
+    Raises ValueError with the index of a tensor that is larger than the limit, and its bytes.
+    """
+    sizes = [prod(slot.size) * slot.dtype.itemsize for slot in layout.slots]
+    largest = max(range(len(sizes)), key=lambda i: sizes[i])
+    half = limit_bytes // 2 // ALIGNMENT * ALIGNMENT
+    if sizes[largest] > limit_bytes:
+        raise ValueError(layout.slots[largest].number, sizes[largest])
+    num_parts = 2 if sizes[largest] <= half else 1
+    part_bytes = half if num_parts == 2 else limit_bytes
+    slots, number, end, used = [], 0, 0, 0
+    for slot, size in zip(layout.slots, sizes, strict=True):
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if start + size > part_bytes:
+            number, start = number + 1, 0
+        end = start + size
+        at = number % num_parts * part_bytes + start
+        used = max(used, at + size)
+        slots.append(slot._replace(byte_offset=at, round=number))
+    return layout._replace(slots=tuple(slots), nbytes=used, num_parts=num_parts)
+
+
 def _view(memory: torch.Tensor, slot: Slot) -> torch.Tensor:
     nbytes = prod(slot.size) * slot.dtype.itemsize
     return memory[slot.byte_offset : slot.byte_offset + nbytes].view(slot.dtype).view(slot.size)
@@ -80,10 +111,11 @@ class Outlet:
     ) -> None:  # fmt: skip
         """``device`` is the GPU's UUID for an arena of ``transport``; ``arena`` an earlier one, used again if it fits.
 
-        Raises TransferError if there is no room, or none within ``limit_bytes`` (0: no limit), and ConfigError on a
-        dtype that torch does not have.
+        Raises TransferError if there is no room, or if ``limit_bytes`` (0: no limit) is less than one tensor, and
+        ConfigError on a dtype that torch does not have.
         """
         self._reasons: dict[str, list[str]] = {}
+        self._bounded: list[str] = []
         self.segments: list[Segment] = []
         wanted = [dtype_of(dtypes.get(h.name, h.dtype)) for h in held]
         self._in_place = self._export(held, wanted, transport) if in_place else {}
@@ -94,33 +126,58 @@ class Outlet:
             for i, (h, dtype) in enumerate(zip(held, wanted, strict=True))
             if h.tensor.numel() and i not in self._in_place
         ]
-        self.arena = _reused(arena, _within(limit_bytes, lay_out(transport, device, copied), self.notes))
+        self.arena = _reused(arena, self._within(limit_bytes, lay_out(transport, device, copied), held))
         if self.arena is not None:
             self.segments.append(self.arena.memory.segment)
         slots = {slot.number: slot for slot in self.arena.layout.slots} if self.arena is not None else {}
         self.views = [self._view_of(i, h) for i, h in enumerate(held)]
         self.shards = [self._shard(i, h, wanted[i], slots.get(i)) for i, h in enumerate(held)]
-        self._puller: Puller | None = None
-        self._pulled: list[tuple] = []
+        self._pullers: dict[int, tuple[list[tuple], Puller]] = {}
 
     @property
     def arena_bytes(self) -> int:
         return self.arena.layout.nbytes if self.arena is not None else 0
 
     @property
+    def num_rounds(self) -> int:
+        return self.arena.layout.num_rounds if self.arena is not None else 1
+
+    @property
+    def num_parts(self) -> int:
+        """How many rounds the arena has room for at a time."""
+        return self.arena.layout.num_parts if self.arena is not None else 1
+
+    @property
+    def rounds(self) -> list[int]:
+        """By shard, the round in which it lies in the arena (0: from the first on); empty if there is one alone."""
+        if self.arena is None or self.num_rounds == 1:
+            return []
+        numbers = {slot.number: slot.round for slot in self.arena.layout.slots}
+        return [numbers.get(i, 0) for i in range(len(self.shards))]
+
+    @property
     def notes(self) -> list[str]:
+        return [*self._why(), *self._bounded]
+
+    def _why(self) -> list[str]:
         return [
             f"{len(names)} tensors through an arena: {why} ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
             for why, names in self._reasons.items()
             if names
         ]
 
-    def fill(self, held: Sequence[Held]) -> None:
-        """Copy what goes through the arena, casting where dtypes differ; done on return. Waits for no stream."""
+    def fill(self, held: Sequence[Held], number: int = 0) -> None:
+        """Copy what goes through the arena in round ``number``, casting where dtypes differ; done on return.
+
+        Waits for no stream. What lay there of an earlier round is gone.
+        """
         if self.arena is None:
             return
         pairs = []
-        for index, view in self.arena.views.items():
+        for slot in self.arena.layout.slots:
+            if slot.round != number:
+                continue
+            index, view = slot.number, self.arena.views[slot.number]
             compute = held[index].compute
             if compute is None:
                 pairs.append((view, held[index].tensor))
@@ -129,9 +186,10 @@ class Outlet:
             if view.is_cuda:
                 torch.cuda.current_stream(view.device).synchronize()
         where = [_place(source) for _, source in pairs]
-        if self._puller is None or where != self._pulled:
-            self._puller, self._pulled = transports.make_puller(pairs), where
-        self._puller.run()
+        if pairs and (number not in self._pullers or where != self._pullers[number][0]):
+            self._pullers[number] = where, transports.make_puller(pairs)
+        if pairs:
+            self._pullers[number][1].run()
 
     def moved(self, held: Sequence[Held]) -> list[str]:
         """Names of tensors exported in place that are no longer where they were exported."""
@@ -161,6 +219,26 @@ class Outlet:
             done[i] = (self.segments.index(segment), byte_offset, _place(h.tensor))
         return done
 
+    def _within(self, limit_bytes: int, layout: Layout, held: Sequence[Held]) -> Layout:
+        """``layout``, in rounds if it is larger than ``limit_bytes``."""
+        if not limit_bytes or layout.nbytes <= limit_bytes:
+            return layout
+        why = "; ".join(self._why())
+        try:
+            bounded = in_parts(layout, limit_bytes)
+        except ValueError as e:
+            index, least = e.args
+            raise TransferError(
+                f"{held[index].name} takes {least} bytes of an arena, and arena_bytes allows {limit_bytes}: it must be "
+                f"{least} or more, twice that for filling to overlap reading ({why})",
+                tensor=held[index].name,
+            ) from None
+        self._bounded = [
+            f"an arena of {bounded.nbytes} bytes for {layout.nbytes} (arena_bytes: {limit_bytes}): it is filled in "
+            f"{bounded.num_rounds} rounds during the move, {bounded.num_parts} of them at a time"
+        ]
+        return bounded
+
     def _view_of(self, index: int, held: Held) -> torch.Tensor | None:
         if index in self._in_place:
             return held.tensor
@@ -176,13 +254,6 @@ class Outlet:
         return Shard(
             held.name, held.shape, _name(dtype), held.box, tuple(strides), segment, byte_offset, held.is_buffer
         )
-
-
-def _within(limit_bytes: int, layout: Layout, notes: list[str]) -> Layout:
-    if limit_bytes and layout.nbytes > limit_bytes:
-        why = "; ".join(notes)
-        raise TransferError(f"an arena of {layout.nbytes} bytes is needed, arena_bytes allows {limit_bytes} ({why})")
-    return layout
 
 
 def _reused(arena: Arena | None, layout: Layout) -> Arena | None:

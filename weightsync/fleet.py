@@ -19,6 +19,7 @@ from weightsync.engines import Engine, EngineInfo
 from weightsync.engines.sglang import SglangEngine
 from weightsync.errors import ConfigError, EngineLost, PlanError, WeightSyncError
 from weightsync.fanout import Fanout
+from weightsync.rounds import Ask, Release
 from weightsync.rpc import Client
 from weightsync.spec import EngineReport, Layout, TensorSpec
 
@@ -249,6 +250,16 @@ class EngineLink:
     def fingerprints(self, deadline: Deadline) -> list[list[int]]:
         """By TP rank, one fingerprint a need, of the engine's live memory."""
         return [r.call("verify", deadline=deadline, returns=list[int]) for r in self._receivers]
+
+    def release(self, release: Release, deadline: Deadline) -> None:
+        """Tell every rank that a round of its pull may begin."""
+        for receiver in self._receivers:
+            receiver.call("release", release, deadline=deadline)
+
+    def passed(self, ask: Ask, deadline: Deadline) -> bool:
+        """Whether every rank has passed a round of its pull; waits a little. TransferError if a pull has ended."""
+        answers = [r.call("passed", ask, deadline=deadline, returns=bool) for r in self._receivers]
+        return all(answers)
 
     def contexts(self, deadline: Deadline) -> list[str]:
         """What its ranks' processes have made on GPUs other than their own, in words."""

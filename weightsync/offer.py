@@ -42,6 +42,7 @@ class _Shown(NamedTuple):
     step: int
     watch: Watch
     fingerprints: Callable[[], list[int]]
+    num_filled: int = 1
 
 
 class _Checks(NamedTuple):
@@ -146,6 +147,8 @@ class Offer:
                 generation=self._generation,
                 arena_bytes=outlet.arena_bytes,
                 notes=outlet.notes,
+                rounds=outlet.rounds,
+                num_parts=outlet.num_parts,
             )
 
     @property
@@ -176,12 +179,33 @@ class Offer:
                 if mark.event is not None:
                     mark.event.synchronize()
                 self._check_unwritten(step, self._reader.swapped())
+                filled = min(outlet.num_parts, outlet.num_rounds)
                 if outlet.arena is not None:
-                    outlet.fill(held)
+                    for number in range(filled):
+                        outlet.fill(held, number)
                     self._check_unwritten(step, watch.changed(Watch(Seen.of(held), self._steps)))
-                begun = self._checks_of(outlet, held, regions).start_published() if regions else list
-                self._shown = _Shown(step, watch, begun)
+                begun = self._begin_checks(outlet, held, regions) if regions else list
+                self._shown = _Shown(step, watch, begun, filled)
             return Published(step, self._generation, time.perf_counter() - start)
+
+    def fill(self, step: int, number: int) -> None:
+        with self._lock, self._on_device():
+            shown, outlet, held = self._shown, self._outlet, self._reader.read()
+            if shown is None or shown.step != step or outlet is None:
+                raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
+            if number < shown.num_filled or number >= outlet.num_rounds:
+                return
+            self._check_unwritten(step, shown.watch.changed(Watch(Seen.of(held), self._steps)))
+            outlet.fill(held, number)
+            self._check_unwritten(step, shown.watch.changed(Watch(Seen.of(held), self._steps)))
+            self._shown = shown._replace(num_filled=number + 1)
+
+    def _begin_checks(
+        self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion]
+    ) -> Callable[[], list[int]]:
+        """Fingerprints of what is published; of its sources where it never lies there all at once."""
+        checks = self._checks_of(outlet, held, regions)
+        return checks.start_published() if outlet.num_rounds == 1 else checks.start_sources()
 
     def seal(self, step: int, regions: Sequence[SourceRegion]) -> Sealed:
         start = time.perf_counter()

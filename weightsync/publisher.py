@@ -32,7 +32,7 @@ class ExportRequest(Struct):
     """Make memory mappable by ``transport``, each tensor (by trainer name) in its dtype of ``dtypes`` or else its own.
 
     ``in_place``: share the trainer's own memory where it can be shared; false: copy everything into an arena.
-    ``arena_bytes``: the most that the arena may take; 0: no limit.
+    ``arena_bytes``: the most that the arena may take, filled in rounds if that is not enough for all; 0: no limit.
     """
 
     transport: str
@@ -47,6 +47,13 @@ class PublishRequest(Struct):
     step: int
     regions: list[SourceRegion]
     timeout_s: float
+
+
+class FillRequest(Struct):
+    """Bring what round ``number`` holds of ``step`` into the arena, over what lay in that part before."""
+
+    step: int
+    number: int
 
 
 class SealRequest(Struct):
@@ -80,6 +87,12 @@ class Wire:
         fingerprints: nothing was published, export again.
         """
         return self._offer.publish(request.step, request.regions, request.timeout_s)
+
+    def fill(self, request: FillRequest) -> None:
+        """For an arena that is filled in rounds; one filled already is left as it is. Raises TransferError if weights
+        were written after the mark, or ``request.step`` is not what was published last.
+        """
+        self._offer.fill(request.step, request.number)
 
     def seal(self, request: SealRequest) -> Sealed:
         """Raises TransferError if ``request.step`` is not what was published last, or its memory is gone."""

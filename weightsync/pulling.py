@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from weightsync import transports
 from weightsync.errors import PlanError
 from weightsync.live import LiveWeights
+from weightsync.rounds import Gate
 from weightsync.spec import Copy, RankPlan, Segment, Shard, View
 from weightsync.views import source_view
 
@@ -53,7 +55,10 @@ class InstalledPlan:
         *,
         live: LiveWeights,
         mapped: MappedSegments,
+        rounds: Sequence[int] = (),
+        gate: Gate | None = None,
     ) -> None:
+        """``rounds``: how many copies each has, one after the other, as ``gate`` lets them; none: all at once."""
         self.plan_id = plan_id
         self.needs = plan.needs
         self._live = live
@@ -67,7 +72,8 @@ class InstalledPlan:
         for copy in plan.copies:
             source = source_view(memories, shards[copy.rank], copy)
             pairs.append((target_view(live, copy, source.dtype), source))
-        self._puller = transports.make_puller(pairs) if pairs else None
+        self._gate = gate if rounds else None
+        self._pullers = _pullers(pairs, rounds or [len(pairs)])
         self.num_bytes = sum(target.nbytes for target, _ in pairs)
 
     def run(self, timeout_s: float = 0.0) -> float:
@@ -76,10 +82,22 @@ class InstalledPlan:
         ``timeout_s`` is for plans that wait for others.
         """
         with torch.inference_mode():
-            seconds = self._puller.run() if self._puller else 0.0
+            seconds = 0.0
+            for number, pull in enumerate(self._pullers):
+                seconds += self._gate.run(number, pull, timeout_s) if self._gate is not None else pull()
             for fill in self._fills:
                 self._live.view(fill.view, fill.size).fill_(fill.value)
         return seconds
+
+
+def _pullers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rounds: Sequence[int]) -> list[Callable[[], float]]:
+    assert sum(rounds) == len(pairs), f"{rounds} copies in rounds, {len(pairs)} in all"
+    pullers: list[Callable[[], float]] = []
+    at = 0
+    for count in rounds:
+        pullers.append(transports.make_puller(pairs[at : at + count]).run if count else lambda: 0.0)
+        at += count
+    return pullers
 
 
 def target_view(live: LiveWeights, copy: Copy, dtype: torch.dtype) -> torch.Tensor:

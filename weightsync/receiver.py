@@ -58,7 +58,7 @@ class Attach(Struct, tag=True):
 class Pull(Struct, tag=True):
     """Run plan ``plan_id`` once. ``full``: write the constants back too, so that nothing of before is left.
 
-    ``timeout_s`` ends an exchange whose senders stall; a pull from mapped memory cannot.
+    ``timeout_s`` ends an exchange whose senders stall, and a pull in rounds whose actor does.
 
     Whoever does not know ``session`` says so at ``reply`` by calling ``unknown``, if an address is given.
     """
@@ -101,6 +101,9 @@ class Install(Struct):
     ``verified``: every push will be, so what a GPU needs for that is prepared now.
 
     With ``exchange`` nothing is mapped: what the copies would read is received.
+
+    ``rounds``: how many of the plan's copies each round has, one after the other (see ``weightsync.rounds``); empty:
+    all are made at once, when the pull begins.
     """
 
     plan_id: str
@@ -110,6 +113,7 @@ class Install(Struct):
     pulls: bool = True
     verified: bool = False
     exchange: Exchange | None = None
+    rounds: list[int] = []
 
 
 class ResultRequest(Struct):

@@ -23,6 +23,7 @@ from weightsync.layouts import constants_of, layout_of
 from weightsync.live import LiveWeights, bits
 from weightsync.pull_log import PullLog
 from weightsync.pulling import InstalledPlan, MappedSegments, slot_view
+from weightsync.rounds import Ask, Gate, Release
 from weightsync.rpc import Server
 from weightsync.spec import Layout
 from weightsync.trace import finalise, has_hook, trace
@@ -60,6 +61,7 @@ class ReceiverSession:
         self._mapped = MappedSegments()
         self._lock = threading.RLock()
         self._log = PullLog()
+        self._gate = Gate()
         self._server = Server(self, host=host)
         self._address = self._server.address
 
@@ -78,7 +80,14 @@ class ReceiverSession:
                 made = ExchangedPlan(install, live=self._live, membership=self._membership)
             else:
                 made = InstalledPlan(
-                    install.plan_id, plan, install.segments, install.shards, live=self._live, mapped=self._mapped
+                    install.plan_id,
+                    plan,
+                    install.segments,
+                    install.shards,
+                    live=self._live,
+                    mapped=self._mapped,
+                    rounds=install.rounds,
+                    gate=self._gate,
                 )
             if self._plan is None:  # a plan that leaves parameters unwritten was allowed to: they are constants too
                 self._live.keep(self._unfed, known=self._known)
@@ -94,6 +103,14 @@ class ReceiverSession:
     def revoke(self, request: wire.ResultRequest) -> bool:
         """True if that pull has not begun, and now never will."""
         return self._log.revoke(request.push_id)
+
+    def release(self, release: Release) -> None:
+        """A round of a pull may begin, or none will any more."""
+        self._gate.release(release)
+
+    def passed(self, ask: Ask) -> bool:
+        """Whether a round of a pull is over; waits a little. Raises TransferError if the pull ended before."""
+        return self._gate.passed(ask)
 
     def verify(self) -> list[int]:
         """One fingerprint a need of the installed plan, of the model's live memory.
@@ -153,6 +170,7 @@ class ReceiverSession:
         if not self._log.begin(command.push_id):
             return
         applied, kind, error, seconds, num_bytes = False, "", "", 0.0, 0
+        self._gate.begin(command.push_id)
         try:
             with self._lock, self._on_device():
                 plan = self._checked(command)
@@ -167,6 +185,7 @@ class ReceiverSession:
             kind, error = e.kind, str(e)
         except Exception as e:  # whatever it is, it must reach the actor and not SGLang
             kind, error = "failed", f"{type(e).__name__}: {e}"
+        self._gate.end(error)
         if kind:
             self._membership.leave()  # so that senders and other ranks do not wait for this one
         self._log.end(
@@ -244,7 +263,8 @@ class ReceiverSession:
 
     def _retire(self) -> None:
         """End the session; the server says so for a while to whoever still asks."""
-        self._membership.leave()  # before the lock: a pull may wait in the group
+        self._membership.leave()  # before the lock: a pull may wait in the group, or for a round
+        self._gate.end("the session was ended")
         with self._lock:
             self._void()
             self._plan = self._fingerprinter = None

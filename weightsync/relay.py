@@ -1,7 +1,8 @@
 """Slices that an engine rank cannot open, because their GPU is masked from it, brought to a GPU that it sees.
 
 Production engines usually see only their own GPUs. The actor, which sees all, copies just the slices that the rank
-needs into an arena on the rank's own GPU; to the receiver that arena is one more training rank. Runs in the actor.
+needs into an arena on the rank's own GPU; to the receiver that arena is one more training rank. It is filled in rounds,
+so that the receiver pulls one while the next is on its way. Runs in the actor.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ import torch
 
 from weightsync import transports
 from weightsync.boxes import dense_strides, volume
+from weightsync.rounds import num_rounds, round_of
 from weightsync.spec import Copy, Export, RankPlan, Segment, Shard, View
 from weightsync.transports import Memory, Puller
 from weightsync.views import source_view
 
 RELAY_RANK = -1
 _ALIGNMENT = 256
+_NUM_CHUNKS, _LEAST_CHUNK_BYTES = 8, 64 << 20
 
 
 class Relay:
     """The relayed part of one engine rank's plan. ``plan`` is the rank's whole plan with the arena as a source.
 
     ``segments`` and ``shards`` are what the receiver needs besides those of the training ranks. ``num_bytes`` are
-    copied by each ``run``. Raises TransferError if the actor cannot map a source or has no room for the arena.
+    copied by all rounds together, of which there are ``num_rounds``: those of ``exports``, or else as many as make
+    chunks of a size worth it. Raises TransferError if the actor cannot map a source or has no room for the arena.
     """
 
     def __init__(self, plan: RankPlan, exports: dict[int, Export], *, device: str, visible: Collection[str]) -> None:
@@ -35,14 +39,27 @@ class Relay:
         self._shards, self.num_bytes = _lay_out(relayed, exports)
         transport = transports.get(_segment_of(relayed[0], exports).transport)
         self._arena = transport.allocate(self.num_bytes, device)
-        self._puller = self._make_puller(relayed, exports)
+        chunk_bytes = max(_LEAST_CHUNK_BYTES, self.num_bytes // _NUM_CHUNKS)
+        if num_rounds(exports) > 1:
+            self._rounds = [round_of(copy, exports) for copy in relayed]
+        else:
+            self._rounds = [shard.byte_offset // chunk_bytes for shard in self._shards]
+        self.num_rounds = 1 + max(self._rounds)
+        with transports.on_device_of(self._arena.tensor):
+            self._pullers = self._make_pullers(relayed, exports)
         self.plan = msgspec.structs.replace(plan, copies=_resourced(plan.copies, relayed))
         self.segments = {RELAY_RANK: [self._arena.segment]}
         self.shards = {RELAY_RANK: self._shards}
 
-    def run(self) -> float:
-        """Bring the present bytes of all relayed slices over; done on return. Seconds."""
-        return self._puller.run()
+    def round_of(self, copy: Copy) -> int:
+        """The round after which a copy of ``plan`` that reads from the arena can be made."""
+        assert copy.rank == RELAY_RANK, "not a relayed copy"
+        return self._rounds[copy.source.storage]
+
+    def run(self, number: int = 0) -> float:
+        """Bring the present bytes of one round's slices over; done on return. Seconds."""
+        puller = self._pullers.get(number)
+        return puller.run() if puller is not None else 0.0
 
     def close(self) -> None:
         """Unmap and free. The receiver must have let go of the arena before."""
@@ -51,13 +68,14 @@ class Relay:
         self._mapped = {}
         self._arena.close()
 
-    def _make_puller(self, relayed: list[Copy], exports: dict[int, Export]) -> Puller:
-        pairs = []
-        for copy, shard in zip(relayed, self._shards, strict=True):
-            memories = {copy.rank: [self._open(s) for s in exports[copy.rank].segments]}
+    def _make_pullers(self, relayed: list[Copy], exports: dict[int, Export]) -> dict[int, Puller]:
+        pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for copy, shard, number in zip(relayed, self._shards, self._rounds, strict=True):
+            index = exports[copy.rank].shards[copy.source.storage].segment
+            memories = {copy.rank: {index: self._open(exports[copy.rank].segments[index])}}
             source = source_view(memories, exports[copy.rank].shards, copy)
-            pairs.append((self._view(shard, source.dtype), source))
-        return transports.make_puller(pairs)
+            pairs.setdefault(number, []).append((self._view(shard, source.dtype), source))
+        return {number: transports.make_puller(some) for number, some in pairs.items()}
 
     def _open(self, segment: Segment) -> Memory:
         key = (segment.transport, segment.handle)

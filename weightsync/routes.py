@@ -7,15 +7,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
+
 from weightsync import receiver as wire
 from weightsync.deadline import Deadline
 from weightsync.devices import contexts_elsewhere
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan
-from weightsync.relay import Relay, masked
-from weightsync.spec import Export
+from weightsync.relay import RELAY_RANK, Relay, masked
+from weightsync.rounds import Conductor, in_rounds, num_rounds, round_of
+from weightsync.spec import Copy, Export, RankPlan
+from weightsync.workers import Workers
 
 Outcome = WeightSyncError | None
 
@@ -38,11 +42,15 @@ class PullRoute:
     no need names.
     """
 
-    def __init__(self, fanout: Fanout, rest: Callable[[Callable[[str], bool]], Route]) -> None:
+    def __init__(self, fanout: Fanout, rest: Callable[[Callable[[str], bool]], Route], workers: Workers) -> None:
         self._fanout = fanout
+        self._workers = workers
         self._make_rest = rest
         self._rest: Route | None = None
         self._relays: dict[tuple[str, int], Relay] = {}
+        self._num_rounds: dict[str, int] = {}
+        self._num_parts = 1
+        self._relayed_s: dict[str, float] = {}
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
         if self._rest is not None:
@@ -53,7 +61,12 @@ class PullRoute:
             self._rest = self._make_rest(lambda name: name not in traced)
             self._rest.prepare(opaque, plan, exports, deadline)
         before, self._relays = self._relays, _relays(links, plan, exports)
-        install_plan(self._fanout, links, plan, exports, deadline, pulls=True, relays=self._relays)
+        self._num_rounds = {link.url: _num_rounds(link.url, exports, self._relays) for link in links}
+        at_once = max(self._num_rounds.values(), default=0)
+        self._num_parts = min((e.num_parts for e in exports.values() if e.rounds), default=at_once)
+        install_plan(
+            self._fanout, links, plan, exports, deadline, pulls=True, relays=self._relays, num_rounds=self._num_rounds
+        )
         _close(before)  # only now has no receiver an arena of theirs mapped
         self._fanout.all(lambda link: _note_contexts(link, self._relays, deadline), links)
 
@@ -66,18 +79,43 @@ class PullRoute:
             outcomes = self._rest.move(opaque, step, deadline)
             failed = {link.url: error for link, error in zip(opaque, outcomes, strict=True) if error is not None}
 
-        def pull(link: EngineLink) -> Outcome:
-            if link.url not in failed:
-                self._run_relays(link)
+        pulled = [link for link in links if link.url not in failed]
+        led = [link for link in pulled if self._num_rounds[link.url]]
+        conductor = self._conductor(push_id, step, led, deadline)
+        conducting = self._fanout.submit(conductor.run) if led else None
+
+        def pull(link: EngineLink) -> None:
+            try:
                 link.pull(push_id, step, deadline)
-            return failed.get(link.url)
+            finally:
+                conductor.leave(link.url)
 
-        return self._fanout.each(pull, links)
+        found = failed | dict(zip([li.url for li in pulled], self._fanout.each(pull, pulled), strict=True))
+        if conducting is not None:
+            conducting.result()
+        for link in led:
+            if found[link.url] is not None and conductor.failure is not None:
+                found[link.url] = conductor.failure  # why its pull was stopped
+            if link.url in self._relayed_s:
+                link.progress.seconds["relay"] = self._relayed_s[link.url]
+        return [found[link.url] for link in links]
 
-    def _run_relays(self, link: EngineLink) -> None:
-        relays = [relay for (url, _), relay in self._relays.items() if url == link.url]
+    def _conductor(self, push_id: str, step: int, links: list[EngineLink], deadline: Deadline) -> Conductor:
+        return Conductor(
+            push_id,
+            {link.url: link for link in links},
+            num_rounds=max((self._num_rounds[link.url] for link in links), default=0),
+            num_parts=self._num_parts,
+            fill=lambda number: self._workers.fill(step, number, deadline),
+            relay=self._run_relays,
+            deadline=deadline,
+        )
+
+    def _run_relays(self, url: str, number: int) -> None:
+        relays = [relay for (engine, _), relay in self._relays.items() if engine == url]
         if relays:
-            link.progress.seconds["relay"] = max(self._fanout.all(lambda relay: relay.run(), relays))
+            took = max(self._fanout.all(lambda relay: relay.run(number), relays))
+            self._relayed_s[url] = took + (self._relayed_s.get(url, 0.0) if number else 0.0)
 
     def close(self) -> None:
         if self._rest is not None:
@@ -102,6 +140,27 @@ def _relays(links: list[EngineLink], plan: Plan, exports: dict[int, Export]) -> 
                 )
                 link.notes += [note] if note not in link.notes else []
     return relays
+
+
+def refuse_rounds(links: list[EngineLink], exports: dict[int, Export]) -> None:
+    """Raise ConfigError if an arena is filled in rounds and an engine's route reads all of it at any time."""
+    needed = {rank: export.notes for rank, export in exports.items() if any(export.rounds)}
+    for link in links:
+        if needed and (link.route not in ("direct", "shm") or link.has_opaque):
+            rank, notes = next(iter(needed.items()))
+            what = "buckets of opaque parameters" if link.has_opaque else f"route {link.route}"
+            raise ConfigError(
+                f"{what} cannot be read from an arena that is filled in rounds, as that of training rank {rank} is: "
+                f"set arena_bytes to 0, or to what it needs ({notes[-1]})",
+                engine=link.url,
+            )
+
+
+def _num_rounds(url: str, exports: dict[int, Export], relays: dict[tuple[str, int], Relay]) -> int:
+    """In how many rounds an engine's ranks pull; 0: at once, as nothing is filled or relayed during the move."""
+    filled = num_rounds(exports)
+    relayed = max((relay.num_rounds for (engine, _), relay in relays.items() if engine == url), default=0)
+    return max(filled if filled > 1 else 0, relayed)
 
 
 _CONTEXT = ": a context "
@@ -129,8 +188,12 @@ def install_plan(
     *,
     pulls: bool,
     relays: Mapping[tuple[str, int], Relay] = MappingProxyType({}),
+    num_rounds: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Give every receiver of ``links`` its part of the plan; with ``pulls`` false only what it is verified by."""
+    """Give every receiver of ``links`` its part of the plan; with ``pulls`` false only what it is verified by.
+
+    ``num_rounds``: by engine, in how many it pulls; 0 or missing: at once.
+    """
     plan_id = secrets.token_hex(8)
     segments = {r: e.segments for r, e in exports.items()} if pulls else {}
     shards = {r: e.shards for r, e in exports.items()} if pulls else {}
@@ -141,15 +204,29 @@ def install_plan(
         installs = []
         for layout in link.layouts:
             relay = relays.get((link.url, layout.rank))
+            own, counts = _by_round(
+                relay.plan if relay else plan.rank_plan(link.url, layout.rank),
+                num_rounds.get(link.url, 0),
+                lambda copy, relay=relay: relay.round_of(copy) if copy.rank == RELAY_RANK else round_of(copy, exports),
+            )
             installs.append(
                 wire.Install(
                     plan_id=plan_id,
                     segments=segments | relay.segments if relay else segments,
                     shards=shards | relay.shards if relay else shards,
-                    plan=relay.plan if relay else plan.rank_plan(link.url, layout.rank),
+                    plan=own,
                     pulls=pulls,
+                    rounds=counts,
                 )
             )
         link.install(plan_id, installs, deadline)
 
     fanout.all(install, links)
+
+
+def _by_round(plan: RankPlan, count: int, number_of: Callable[[Copy], int]) -> tuple[RankPlan, list[int]]:
+    """A rank's plan with its copies by round, and how many each round has; as it is if there are no rounds."""
+    if not count:
+        return plan, []
+    copies, counts = in_rounds(plan.copies, number_of, count)
+    return msgspec.structs.replace(plan, copies=copies), counts

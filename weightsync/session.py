@@ -14,7 +14,7 @@ from weightsync.fanout import Fanout
 from weightsync.fleet import Doorbell, EngineLink, Inbox, lost
 from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
 from weightsync.push import EnginesGone, Push, SourcesMoved
-from weightsync.routes import PullRoute, Route
+from weightsync.routes import PullRoute, Route, refuse_rounds
 from weightsync.rpc import Server
 from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
 from weightsync.workers import Workers
@@ -180,6 +180,7 @@ class Session:
         return [f"training rank {rank}: {note}" for rank, e in self._exports.items() for note in e.notes]
 
     def _prepare(self, deadline: Deadline) -> None:
+        refuse_rounds(self._links, self._exports)
         for name in dict.fromkeys(link.route for link in self._links):
             if name not in self._routes:
                 self._routes[name] = self._new_route(name)
@@ -196,7 +197,7 @@ class Session:
             from weightsync.routes_nccl import NcclRoute
 
             return NcclRoute(self._fanout, self._config, self._workers)
-        return by_bucket(lambda tensor: True) if name == "bucket" else PullRoute(self._fanout, by_bucket)
+        return by_bucket(lambda tensor: True) if name == "bucket" else PullRoute(self._fanout, by_bucket, self._workers)
 
     # --------------------------------------------------------------------------------------------------- pushing
 

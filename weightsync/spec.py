@@ -110,13 +110,19 @@ class Description(Struct):
 
 
 class Export(Struct):
-    """A publisher's answer to ``export``: the same shards with a place; ``notes`` say why an arena was needed."""
+    """A publisher's answer to ``export``: the same shards with a place; ``notes`` say why an arena was needed.
+
+    ``rounds``: by shard, when it lies there, if the arena is filled part by part (see ``weightsync.rounds``); empty:
+    all at once. Rounds below ``num_parts`` are filled by ``publish``.
+    """
 
     segments: list[Segment]
     shards: list[Shard]
     generation: int
     arena_bytes: int
     notes: list[str] = []
+    rounds: list[int] = []
+    num_parts: int = 1
 
 
 class SourceRegion(Struct, array_like=True):

@@ -7,7 +7,7 @@ from typing import Any
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
 from weightsync.fanout import Fanout
-from weightsync.publisher import ExportRequest, PublishRequest, SealRequest
+from weightsync.publisher import ExportRequest, FillRequest, PublishRequest, SealRequest
 from weightsync.rpc import Client
 from weightsync.spec import Description, Export, Published, Rule, Sealed, SourceRegion
 
@@ -54,7 +54,7 @@ class Workers:
     ) -> dict[int, Export]:
         """Have every rank make its memory mappable by ``transport``, each tensor in the dtype named for it.
 
-        Raises TransferError if a rank would need an arena of more than ``arena_bytes`` (0: no limit).
+        Raises TransferError if ``arena_bytes`` (0: no limit) is less than one tensor that needs an arena.
         """
         in_place = transport != "shm"
         request = ExportRequest(transport=transport, dtypes=dtypes, in_place=in_place, arena_bytes=arena_bytes)
@@ -66,6 +66,10 @@ class Workers:
         requests = {r: PublishRequest(step=step, regions=regions[r], timeout_s=wait_s) for r in self.ranks}
         grace = Deadline(wait_s + 2.0, deadline.what)  # so that a worker's own, better error arrives
         return self._each("publish", requests, grace, Published)
+
+    def fill(self, step: int, number: int, deadline: Deadline) -> None:
+        """Have every rank fill a part of its arena with what round ``number`` holds of ``step``."""
+        self._each("fill", dict.fromkeys(self.ranks, FillRequest(step=step, number=number)), deadline, None)
 
     def seal(self, step: int, regions: Regions, deadline: Deadline) -> dict[int, Sealed]:
         """Fingerprints of the sources after the move. Raises TransferError naming what changed meanwhile."""
@@ -92,7 +96,7 @@ class Workers:
             client.close()
         self._fanout.close()
 
-    def _each(self, method: str, requests: dict, deadline: Deadline, returns: type) -> dict:
+    def _each(self, method: str, requests: dict, deadline: Deadline, returns: type | None) -> dict:
         def ask(rank: int) -> Any:
             return self._clients[rank].call(method, requests[rank], deadline=deadline, returns=returns)
 
