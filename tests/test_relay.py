@@ -6,7 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from weightsync import transports
+from tests.test_session import assert_serves, engine
+from tests.test_session import world as session_world  # noqa: F401 (a fixture)
+from weightsync import relay as relay_module
+from weightsync import routes, transports
 from weightsync.boxes import dense_strides
 from weightsync.relay import RELAY_RANK, Relay, masked
 from weightsync.spec import Box, Copy, Export, RankPlan, Shard, View
@@ -60,3 +63,55 @@ def test_the_arena_holds_the_slices_and_follows_the_source(world):
             theirs.close()
     finally:
         relay.close()
+
+
+def test_a_relay_arrives_chunk_by_chunk_and_says_from_where(world, monkeypatch):
+    exports, plan = world
+    monkeypatch.setattr(relay_module, "_LEAST_CHUNK_BYTES", 256)  # as the alignment: a copy a chunk
+    relay = Relay(plan, exports, device="", visible=())
+    try:
+        assert relay.num_rounds == 2 and [relay.round_of(copy) for copy in relay.plan.copies] == [0, 1]
+        assert relay.num_bytes_on == {"GPU-a": 24, "GPU-b": 24}
+        arena = transports.get("shm").open_segment(relay.segments[RELAY_RANK][0])
+        views = [source_view({RELAY_RANK: [arena]}, relay.shards[RELAY_RANK], copy) for copy in relay.plan.copies]
+        relay.run(0)
+        assert views[0].flatten().tolist() == [1.0, 2.0, 5.0, 6.0, 9.0, 10.0] and not views[1].any()
+        relay.run(1)
+        assert views[1].flatten().tolist() == [101.0, 102.0, 105.0, 106.0, 109.0, 110.0]
+        arena.close()
+    finally:
+        relay.close()
+
+
+def test_a_relay_follows_the_rounds_in_which_an_arena_is_filled(world):
+    exports, plan = world
+    exports[1] = msgspec.structs.replace(exports[1], rounds=[2], num_parts=2)
+    relay = Relay(plan, exports, device="", visible=())
+    try:
+        assert relay.num_rounds == 3 and [relay.round_of(copy) for copy in relay.plan.copies] == [0, 2]
+        assert relay.run(1) == 0.0
+    finally:
+        relay.close()
+
+
+def test_a_push_through_relays_is_verified(session_world, monkeypatch):  # noqa: F811
+    """On host memory: every segment counts as masked, and ranks as if they had a GPU."""
+    monkeypatch.setattr(relay_module, "_is_masked", lambda segment, visible: True)
+    monkeypatch.setattr(relay_module, "_LEAST_CHUNK_BYTES", 512)
+
+    def relays(links, plan, exports):
+        return {
+            (link.url, layout.rank): Relay(plan.rank_plan(link.url, layout.rank), exports, device="", visible=())
+            for link in links
+            for layout in link.layouts
+        }
+
+    monkeypatch.setattr(routes, "_relays", relays)
+    one = session_world(engine(2), engine())
+    for step in (1, 2, 3):
+        report = one.push(step)
+        assert report.verified
+        for each in one.engines:
+            assert_serves(each, one.tensors, step)
+    assert one.session._routes["shm"]._num_rounds[one.engines[1].url] > 1
+    assert report.engines[0].seconds["relay"] > 0

@@ -29,7 +29,8 @@ class Relay:
 
     ``segments`` and ``shards`` are what the receiver needs besides those of the training ranks. ``num_bytes`` are
     copied by all rounds together, of which there are ``num_rounds``: those of ``exports``, or else as many as make
-    chunks of a size worth it. Raises TransferError if the actor cannot map a source or has no room for the arena.
+    chunks of a size worth it. ``num_bytes_on`` says on which GPUs they lie. Raises TransferError if the actor cannot
+    map a source or has no room for the arena.
     """
 
     def __init__(self, plan: RankPlan, exports: dict[int, Export], *, device: str, visible: Collection[str]) -> None:
@@ -45,6 +46,10 @@ class Relay:
         else:
             self._rounds = [shard.byte_offset // chunk_bytes for shard in self._shards]
         self.num_rounds = 1 + max(self._rounds)
+        self.num_bytes_on: dict[str, int] = {}
+        for copy, shard in zip(relayed, self._shards, strict=True):
+            gpu, itemsize = _segment_of(copy, exports).device, getattr(torch, shard.dtype).itemsize
+            self.num_bytes_on[gpu] = self.num_bytes_on.get(gpu, 0) + volume(copy.box) * itemsize
         with transports.on_device_of(self._arena.tensor):
             self._pullers = self._make_pullers(relayed, exports)
         self.plan = msgspec.structs.replace(plan, copies=_resourced(plan.copies, relayed))

@@ -134,9 +134,10 @@ def _relays(links: list[EngineLink], plan: Plan, exports: dict[int, Export]) -> 
             if layout.device and masked(rank_plan, exports, layout.visible):
                 relay = Relay(rank_plan, exports, device=layout.device, visible=layout.visible)
                 relays[link.url, layout.rank] = relay
+                lie = " and ".join(f"{count} bytes on {gpu}" for gpu, count in relay.num_bytes_on.items())
                 note = (
-                    f"{link.url}: rank {layout.rank} sees only {', '.join(layout.visible)}: {relay.num_bytes} bytes "
-                    "are relayed through an arena on its GPU"
+                    f"{link.url}: rank {layout.rank} sees only {', '.join(layout.visible)}: {lie} are relayed through "
+                    f"an arena on its GPU, in {relay.num_rounds} rounds"
                 )
                 link.notes += [note] if note not in link.notes else []
     return relays
