@@ -2,7 +2,8 @@
 
 Contiguous pieces are copied by one kernel over a table of chunks, slices and transposed boxes by one over a table of
 tiles; ``cuda_tables`` makes both. Source and target dtype may differ among float32, bfloat16 and float16: the copy then
-rounds as ``Tensor.to`` does on the GPU. Runs in engines and, for arenas and relays, in training workers and the actor.
+rounds as ``Tensor.to`` does on the GPU. What comes from host memory, where kernels may not read, torch copies. Runs in
+engines and, for arenas and relays, in training workers and the actor.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TRANSPOSE, _WIDE, _NARROW, _TILE_WARPS = (128, 128), (32, 256), (128, 64), 8  #
 
 
 def make_puller(pairs: Sequence[Pair], *, method: str = "auto") -> Puller:
-    """A Puller for (target view, source view) pairs of equal shapes on the GPU; targets must not overlap.
+    """A Puller for (target view, source view) pairs of equal shapes, targets on one GPU; targets must not overlap.
 
     ``method`` says what moves contiguous pieces: one ``kernel``, the driver's copies over several ``streams`` or in one
     ``batch`` call; ``auto``, the fastest, gives pieces of 8 MiB and more to streams and the others to the kernel.
@@ -50,18 +51,21 @@ class Puller:
         self._pairs = pairs  # keeps what the tables point to alive
         self.num_bytes = sum(target.numel() * target.itemsize for target, _ in pairs)
         self.num_copies = len(pairs)
-        self._steps: list[_Chunks | _Tiles | _DriverCopies] = []
+        self._steps: list[_Chunks | _Tiles | _DriverCopies | _FromHost] = []
         if not pairs:
             return
         devices = {target.device for target, _ in pairs}
         assert len(devices) == 1, f"targets on several devices: {devices}"
         self.device = devices.pop()
-        pieces, boxes = split(pairs)
+        from_host = [pair for pair in pairs if pair[1].device.type != self.device.type]
+        pieces, boxes = split([pair for pair in pairs if pair[1].device.type == self.device.type])
         least = {"auto": _DRIVER_BYTES, "kernel": math.inf, "streams": 0, "batch": 0}[method]
         large = [p for p in pieces if p.read == p.write and p.length >= least]
         small = [p for p in pieces if p.read != p.write or p.length < least]
         if large:  # first: they run while the kernels are launched
             self._steps.append(_DriverCopies(large, self.device, batched=method == "batch"))
+        if from_host:
+            self._steps.append(_FromHost(from_host))
         self._steps += [_Chunks(key, table, self.device) for key, table in chunks_of(small).items()]
         self._steps += [_Tiles(group, self.device) for group in boxes]
 
@@ -83,6 +87,18 @@ class Puller:
                 step()
             torch.cuda.synchronize(self.device)
             return time.perf_counter() - start
+
+
+class _FromHost:
+    """Copies from host memory, pinned or not."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._pairs = pairs
+        self.num_launches = len(pairs)
+
+    def __call__(self) -> None:
+        for target, source in self._pairs:
+            target.copy_(source, non_blocking=True)
 
 
 class _DriverCopies:
