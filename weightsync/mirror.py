@@ -54,6 +54,8 @@ class MirroredWorkers(Workers):
     ) -> dict[int, Export]:
         """As ``Workers.export``, but of the copies here: they are made room for, and the group is prepared."""
         exports = super().export(dtypes, transport, deadline, arena_bytes=arena_bytes)
+        if any(any(e.rounds) for e in exports.values()):
+            raise ConfigError(f"a trainer's copy here needs whole arenas: set arena_bytes ({arena_bytes}) to 0")
         self._generations = {rank: e.generation for rank, e in exports.items()}
         self._let_go()
         layout = lay_out({rank: e.shards for rank, e in exports.items()}, self._receiver_of(), len(self._receivers))
