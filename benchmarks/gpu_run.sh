@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Benchmarks on a GPU machine without a package index: unpacks what .gpu/ holds, then runs refit_latency.
 #
-#     benchmarks/gpu_run.sh SCENARIO... [refit_latency's options]
+#     benchmarks/gpu_run.sh SCENARIO|SET... [refit_latency's options]
 #
-# .gpu/{engine,ray,trainer}.tar.xz hold SGLang, Ray (with msgspec and pyzmq) and nemo-automodel for the machine's own
-# Python and torch; each is unpacked once into $PREFIX (/opt). .gpu/COMMIT may name the commit. Results: $OUT.
+# .gpu/{engine,ray,trainer}.tar.xz hold SGLang, Ray (with msgspec and pyzmq), and nemo-automodel with megatron-core for
+# the machine's own Python and torch; the last is needed by the scenarios that train with one of those. Each is unpacked
+# once into $PREFIX (/opt). .gpu/COMMIT may name the commit. Results: $OUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PREFIX=${PREFIX:-/opt}
@@ -26,10 +27,11 @@ done
 export HF_HUB_OFFLINE=1 SGLANG_IS_FLASHINFER_AVAILABLE=false RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 export PYTHONPATH=$PREFIX/ray
-trainer_path=$PREFIX/ray
-case " $* " in *" automodel "*) trainer_path=$PREFIX/trainer ;; esac
+models_path=
+if [ -e "$PREFIX/trainer/.complete" ]; then models_path=$PREFIX/trainer; fi
 
 nvidia-smi --query-gpu=index,name,uuid,memory.used --format=csv || true
 exec timeout --kill-after=20 "$LIMIT_S" python3 -m benchmarks.refit_latency \
-  --out "$OUT" --engine-pythonpath "$PREFIX/engine" --trainer-pythonpath "$trainer_path" \
+  --out "$OUT" --engine-pythonpath "$PREFIX/engine" --trainer-pythonpath "$PREFIX/ray" \
+  --models-pythonpath "$models_path" \
   ${COMMIT:+--commit "$COMMIT"} $([ -f .gpu/COMMIT ] && echo --commit "$(cat .gpu/COMMIT)") "$@"

@@ -96,6 +96,8 @@ class Scenario(Struct):
 QUICK_STOCK = tuple(c for c in TENSOR_CALLS if c.limit_bytes)
 MOE = "Qwen3-MoE-30B-A3B/12-layers"
 MOE_30B = "Qwen3-30B-A3B"
+LARGE = ("Qwen3-32B", MOE_30B)
+LARGE_TIMEOUT_S = 250.0
 TWO = (Place(tp=2),)
 MEGATRON = Scenario("Qwen3-8B", trainer_kind="megatron", stock=QUICK_STOCK)
 
@@ -103,7 +105,12 @@ MEGATRON = Scenario("Qwen3-8B", trainer_kind="megatron", stock=QUICK_STOCK)
 def _megatron(model: str, gpus: int, parallel: Parallel, tp: int) -> Scenario:
     places = (Place(tp=tp),)
     return msgspec.structs.replace(
-        MEGATRON, model=model, trainer_gpus=tuple(range(gpus)), engines=places, parallel=parallel
+        MEGATRON,
+        model=model,
+        trainer_gpus=tuple(range(gpus)),
+        engines=places,
+        parallel=parallel,
+        timeout_s=LARGE_TIMEOUT_S if model in LARGE else MEGATRON.timeout_s,
     )
 
 
@@ -111,7 +118,14 @@ def _colocated(model: str, gpus: int) -> Scenario:
     """FSDP2 over all GPUs into two engines on the same ones."""
     half = gpus // 2
     places = (Place(0, half), Place(half, half))
-    return Scenario(model, trainer_gpus=tuple(range(gpus)), engines=places, settings=DIRECT, stock=QUICK_STOCK)
+    return Scenario(
+        model,
+        trainer_gpus=tuple(range(gpus)),
+        engines=places,
+        settings=DIRECT,
+        stock=QUICK_STOCK,
+        timeout_s=LARGE_TIMEOUT_S if model in LARGE else MEGATRON.timeout_s,
+    )
 
 
 def _disaggregated(model: str, gpus: int) -> Scenario:
@@ -119,7 +133,12 @@ def _disaggregated(model: str, gpus: int) -> Scenario:
     half = gpus // 2
     places = (Place(half, half),)
     return Scenario(
-        model, trainer_gpus=tuple(range(half)), engines=places, settings=(*DIRECT, *NCCL), stock=GROUP_CALLS
+        model,
+        trainer_gpus=tuple(range(half)),
+        engines=places,
+        settings=(*DIRECT, *NCCL),
+        stock=GROUP_CALLS,
+        timeout_s=LARGE_TIMEOUT_S if model in LARGE else MEGATRON.timeout_s,
     )
 
 

@@ -27,6 +27,7 @@ from weightsync.spec import SyncReport
 
 PARTS = ("sleep", "onload", "wake weights", "push", "offload", "wake KV cache")
 WARMUP = 1
+MAX_CYCLES = 4  # that count: each moves the whole model to the host and back, which takes seconds
 
 
 def measure(bench: Bench, setting: Setting) -> None:
@@ -35,7 +36,7 @@ def measure(bench: Bench, setting: Setting) -> None:
     cycle = _Cycle(bench, actor)
     reports: list[SyncReport] = []
     try:
-        for step in itertools.islice(bench.steps, WARMUP + bench.plan.n):
+        for step in itertools.islice(bench.steps, WARMUP + min(bench.plan.n, MAX_CYCLES)):
             reports.append(cycle.run(step))
     finally:
         actor.close()
