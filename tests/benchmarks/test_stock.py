@@ -107,5 +107,29 @@ def test_repeat_asks_all_ranks_before_it_goes_on():
     assert asked == [True, True, True]
 
 
+@pytest.mark.parametrize(("rank", "expected"), [(0, (0, 0)), (1, (0, 0)), (2, (1, 2)), (3, (1, 2))])
+def test_ranks_are_shared_out_among_engines_in_order(monkeypatch, rank, expected):
+    monkeypatch.setattr(stock.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(stock.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(stock.dist, "new_group", tuple)
+    found = stock.share(2, 2)
+    assert (found.engine, found.first) == expected
+    assert found.group == ((0, 1), (2, 3))[found.engine]
+    assert found.ranks == 2
+    with pytest.raises(AssertionError, match="3 engines"):
+        stock.share(3, 1)
+
+
+@pytest.mark.parametrize(("ranks", "tp_size", "counts"), [(2, 4, (2, 2)), (2, 2, (1, 1)), (4, 2, (1, 1, 0, 0))])
+def test_every_engine_rank_gets_one_payload(monkeypatch, ranks, tp_size, counts):
+    sent = []
+    monkeypatch.setattr(stock, "serialize", lambda content: "payload")
+    monkeypatch.setattr(stock.dist, "gather_object", lambda made, gathered, dst, group: sent.append(len(made)))
+    for rank in range(ranks):
+        monkeypatch.setattr(stock.dist, "get_rank", lambda rank=rank: rank)
+        stock._payloads([], stock.Share(0, tp_size, None, ranks, 0))
+    assert tuple(sent) == counts
+
+
 def test_the_sender_needs_no_sglang():
     assert "sglang" not in sys.modules
