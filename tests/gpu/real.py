@@ -42,6 +42,13 @@ STEP_S = 120.0
 SCRIPT = REPOSITORY / "tests" / "trainer_side" / "automodel_steps.py"
 
 
+def num_gpus() -> int:
+    """How many GPUs the engine and the trainer share: two where there are."""
+    import torch
+
+    return min(2, torch.cuda.device_count())
+
+
 def interpreter(variable: str) -> Interpreter:
     """This interpreter with the ``PYTHONPATH`` that an environment variable of the run holds."""
     return Interpreter(pythonpath=[path for path in os.environ.get(variable, "").split(os.pathsep) if path])
@@ -68,6 +75,12 @@ def log_probabilities(url: str, tokens: Sequence[int]) -> list[float]:
     found = json.loads(_post(f"{url}/generate", body))["meta_info"]["input_token_logprobs"]
     assert [token for _, token, *_ in found] == list(tokens)
     return [value for value, *_ in found][1:]
+
+
+def version(url: str) -> str:
+    """The weight version that the engine reports."""
+    with urllib.request.urlopen(f"{url}/model_info", timeout=30) as answer:
+        return json.loads(answer.read())["weight_version"]
 
 
 def _post(url: str, body: dict) -> bytes:

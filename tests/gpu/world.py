@@ -1,18 +1,19 @@
 """Training ranks, engines and the actor as processes of their own on GPUs, told what to do over pipes.
 
 Tensors of all ranks are ``blocks.I.a.weight`` and ``blocks.I.b.weight``; rank ``r`` of ``n`` holds those where I % n is
-r. The engines are fakes with real receivers and real CUDA memory. With ``device="cpu"`` everything runs without a GPU.
+r. The engines are fakes with real receivers and real CUDA memory. On places named ``cpu`` all runs without a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,9 +36,10 @@ class Size:
     rows: int = 4096
     columns: int = 4096
 
-    @property
-    def nbytes(self) -> int:
-        return 4 * self.blocks * self.rows * self.columns
+    def shapes(self, rank: int, ranks: int) -> dict[str, tuple[int, ...]]:
+        """What that rank holds."""
+        numbers = range(rank, self.blocks, ranks)
+        return {f"blocks.{i}.{half}.weight": (self.rows, self.columns) for i in numbers for half in ("a", "b")}
 
 
 class Blocks(nn.Module):
@@ -73,14 +75,14 @@ class Process:
 
 
 class TrainingRank(Process):
-    def __init__(self, rank: int, ranks: int, size: Size, device: str, dtype: str = "bfloat16") -> None:
-        self._rank, kind = rank, getattr(torch, dtype)
-        self._tensors = {
-            f"blocks.{i}.{half}.weight": torch.zeros(size.rows, size.columns, dtype=kind, device=device)
-            for i in range(rank, size.blocks, ranks)
-            for half in ("a", "b")
-        }
-        self._device = device
+    """Holds whole tensors of the ``shapes`` by name."""
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], device: str, dtype: str = "bfloat16", rank: int = 0, ranks: int = 1
+    ) -> None:
+        self._rank, self._device = rank, device
+        kind = getattr(torch, dtype)
+        self._tensors = {name: torch.zeros(shape, dtype=kind, device=device) for name, shape in shapes.items()}
         self._publisher = Publisher(self._tensors, rank=rank, world_size=ranks)
 
     def address(self) -> str:
@@ -156,21 +158,37 @@ class Actor(Process):
 
 
 class World:
-    """Two training ranks and two engines, on GPU 0 and the last one, each a process; and the actor, another."""
+    """Two training ranks and two engines, on GPU 0 and the last one, each a process; and the actor, another.
+
+    ``ranks_on`` and ``engines_on`` are other places; ``sees`` is the ``CUDA_VISIBLE_DEVICES`` of "ranks", "engines" and
+    "actor" (not there: all GPUs), in whose numbering the places are.
+    """
 
     def __init__(
-        self, stack: ExitStack, size: Size, *, device: str = "cuda", dtype: str = "bfloat16", receiver: bool = True
+        self,
+        stack: ExitStack,
+        size: Size,
+        *,
+        ranks_on: Sequence[str] = (),
+        engines_on: Sequence[str] = (),
+        sees: Mapping[str, str] = MappingProxyType({}),
+        dtype: str = "bfloat16",
+        receiver: bool = True,
+        actor: type[Actor] = Actor,
     ) -> None:
-        places = [f"cuda:{i % max(1, torch.cuda.device_count())}" if device == "cuda" else "cpu" for i in range(2)]
+        def start(role: str, make: Callable[[], object]) -> owner.Remote:
+            environment = {"CUDA_VISIBLE_DEVICES": sees[role]} if role in sees else {}
+            return stack.enter_context(owner.started(make, **environment))
+
+        places = [f"cuda:{i % max(1, torch.cuda.device_count())}" for i in range(2)]
+        ranks_on, engines_on = ranks_on or places, engines_on or places
         self.size = size
         self.ranks = [
-            stack.enter_context(owner.started(functools.partial(TrainingRank, rank, 2, size, place, dtype)))
-            for rank, place in enumerate(places)
+            start("ranks", partial(TrainingRank, size.shapes(rank, len(ranks_on)), place, dtype, rank, len(ranks_on)))
+            for rank, place in enumerate(ranks_on)
         ]
-        self.engines = [
-            stack.enter_context(owner.started(functools.partial(Engine, size, place, receiver))) for place in places
-        ]
-        self.actor = stack.enter_context(owner.started(Actor))
+        self.engines = [start("engines", partial(Engine, size, place, receiver)) for place in engines_on]
+        self.actor = start("actor", actor)
         self.publishers = [rank.call("address") for rank in self.ranks]
         self.urls = [engine.call("url") for engine in self.engines]
 
