@@ -184,7 +184,7 @@ def _payloads(content: object, own: Share) -> list[str]:
         return made
     gathered: list[Any] | None = [None] * own.ranks if number == 0 else None
     dist.gather_object(made, gathered, dst=own.first, group=own.group)
-    return [payload for part in gathered or [] for payload in part or []]
+    return [payload for part in gathered or [] for payload in part]
 
 
 def _settle(content: object) -> None:

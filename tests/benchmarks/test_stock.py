@@ -123,8 +123,14 @@ def test_ranks_are_shared_out_among_engines_in_order(monkeypatch, rank, expected
 @pytest.mark.parametrize(("ranks", "tp_size", "counts"), [(2, 4, (2, 2)), (2, 2, (1, 1)), (4, 2, (1, 1, 0, 0))])
 def test_every_engine_rank_gets_one_payload(monkeypatch, ranks, tp_size, counts):
     sent = []
+
+    def gather(made, gathered, dst, group):
+        sent.append(len(made))
+        if gathered is not None:
+            gathered[:] = [made] * ranks
+
     monkeypatch.setattr(stock, "serialize", lambda content: "payload")
-    monkeypatch.setattr(stock.dist, "gather_object", lambda made, gathered, dst, group: sent.append(len(made)))
+    monkeypatch.setattr(stock.dist, "gather_object", gather)
     for rank in range(ranks):
         monkeypatch.setattr(stock.dist, "get_rank", lambda rank=rank: rank)
         stock._payloads([], stock.Share(0, tp_size, None, ranks, 0))
