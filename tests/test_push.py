@@ -91,8 +91,6 @@ class FakeLink:
         self.memory, self.notes = 1, []
         self.start_push()
 
-    ends_by_itself = True
-
     def start_push(self, landed=lambda: None):
         self.progress = Progress(landed=landed)
 

@@ -79,6 +79,7 @@ class Progress:
     verified: bool = False
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    fingerprints: list[list[int]] = field(default_factory=list)
     landed: Callable[[], None] = field(default=lambda: None)
     """Called, perhaps twice, when every rank says that its bytes are there, before the engine itself has answered."""
 
@@ -218,6 +219,7 @@ class EngineLink:
                     step=step,
                     full=full,
                     timeout_s=deadline.remaining_s(),
+                    verify=self._config.verify == "fingerprint" and self.ends_by_itself,
                 )
             )
             for _ in self._receivers
@@ -244,11 +246,15 @@ class EngineLink:
         for rank, result in enumerate(results):
             if not result.ok:
                 raise wire.pull_error(result, engine=self.url, rank=rank)
+        found = [r.fingerprints for r in results if r.fingerprints is not None]
+        self.progress.fingerprints = found if len(found) == len(results) else []
         self.progress.num_bytes = sum(r.num_bytes for r in results)
         self.progress.seconds = {"pull": max(r.seconds for r in results)}
 
     def fingerprints(self, deadline: Deadline) -> list[list[int]]:
-        """By TP rank, one fingerprint a need, of the engine's live memory."""
+        """By TP rank, one fingerprint a need, of the engine's live memory: as the pull found it, or asked for now."""
+        if self.progress.fingerprints:
+            return self.progress.fingerprints
         return [r.call("verify", deadline=deadline, returns=list[int]) for r in self._receivers]
 
     def release(self, release: Release, deadline: Deadline) -> None:

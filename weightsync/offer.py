@@ -13,27 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from weightsync import devices
 from weightsync.arena import Arena, Outlet
 from weightsync.deadline import Deadline
-from weightsync.errors import TransferError, TransferTimeout
+from weightsync.errors import TransferError
+from weightsync.marks import Mark, Marks
 from weightsync.source_checks import SourceChecks
 from weightsync.spec import Description, Export, Published, Sealed, Shard, SourceRegion
 from weightsync.trainers import Held, Reader, Seen
 from weightsync.versions import library_versions
 from weightsync.watch import OptimizerSteps, Watch
-
-
-class _Mark(NamedTuple):
-    """The training thread's word that the weights are those of ``step``, once ``event`` (CUDA) has happened."""
-
-    step: int
-    watch: Watch
-    event: Any
 
 
 class _Shown(NamedTuple):
@@ -43,6 +36,7 @@ class _Shown(NamedTuple):
     watch: Watch
     fingerprints: Callable[[], list[int]]
     num_filled: int = 1
+    seen: Seen | None = None
 
 
 class _Checks(NamedTuple):
@@ -65,9 +59,7 @@ class Offer:
         self._checks: _Checks | None = None
         self._fits = -1  # the number of a reading that what is exported was found to fit, where it was
         self._generation = 0
-        self._marking = threading.Condition()  # the mark
-        self._mark: _Mark | None = None
-        self._closed = False
+        self._marks = Marks(rank)
         held = reader.read()
         reader.rules(held)
         self._steps = OptimizerSteps()
@@ -83,24 +75,21 @@ class Offer:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
         seen = self._reader.glance()
-        mark = _Mark(step, Watch(Seen.of(self._reader.read()) if seen is None else seen, self._steps), event)
-        with self._marking:
-            self._mark = mark
-            self._marking.notify_all()
+        seen = Seen.of(self._reader.read()) if seen is None else seen
+        self._marks.put(Mark(step, Watch(seen, self._steps), event, seen, self._reader.reading))
 
     def withdraw(self) -> None:
         """Let go of exported memory; what is published next must be exported first."""
         with self._lock:
             self._void()
+            self._marks.forget_tensors()
             if self._arena is not None:
                 self._arena.close()
                 self._arena = None
 
     def close(self) -> None:
         """Withdraw, and end every wait. Idempotent."""
-        with self._marking:
-            self._closed = True
-            self._marking.notify_all()
+        self._marks.close()
         self._steps.close()
         self.withdraw()
 
@@ -110,7 +99,6 @@ class Offer:
         """See ``publisher.Wire``, as for the others."""
         with self._lock:
             held = self._reader.read()
-            mark = self._mark
             return Description(
                 rank=self._rank,
                 world_size=self._world_size,
@@ -122,12 +110,12 @@ class Offer:
                 devices=[] if self._device is None else [devices.uuid_of(self._device)],
                 shards=[_as_it_lies(h) for h in held],
                 rules=self._reader.rules(held),
-                step=mark.step if mark is not None else None,
+                step=self._marks.step,
             )
 
     def export(self, transport: str, dtypes: Mapping[str, str], *, in_place: bool, arena_bytes: int = 0) -> Export:
         with self._lock, self._on_device():
-            self._check_open()
+            self._marks.check_open()
             held = self._reader.read()
             device = devices.uuid_of(self._device) if self._device is not None and transport != "shm" else ""
             self._outlet = None
@@ -160,21 +148,25 @@ class Offer:
     def exported(self) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
         """The generation of what is exported and its memory, by shard index; held where it is until the block ends."""
         with self._lock, self._on_device():
-            self._check_open()
+            self._marks.check_open()
             if self._outlet is None:
                 raise self._error("nothing is exported: its memory moved or was withdrawn")
             yield self._generation, self._outlet.views
 
     def publish(self, step: int, regions: Sequence[SourceRegion], timeout_s: float) -> Published:
         start = time.perf_counter()
-        mark = self._wait_for(step, Deadline(timeout_s, f"publish of step {step}"))
+        mark = self._marks.wait_for(step, Deadline(timeout_s, f"publish of step {step}"))
         with self._lock, self._on_device():
             reading = self._reader.reading
-            now = self._glance()
-            held = self._reader.read() if now is None else []
-            watch = Watch(Seen.of(held) if now is None else now, self._steps)
+            held: list[Held] = []
+            now, watch = mark.seen, self._as_marked(mark)
+            if now is None or watch is None:
+                now = self._glance()
+                held = self._reader.read() if now is None else []
+                now = Seen.of(held) if now is None else now
+                watch = Watch(now, self._steps)
             self._check_unwritten(step, mark.watch.written(watch))
-            outlet = self._current(held, reading) if now is None else self._outlet
+            outlet = self._current(held, reading) if held else self._outlet
             if outlet is not None:
                 if mark.event is not None:
                     mark.event.synchronize()
@@ -185,7 +177,7 @@ class Offer:
                         outlet.fill(held, number)
                     self._check_unwritten(step, watch.changed(Watch(Seen.of(held), self._steps)))
                 begun = self._begin_checks(outlet, held, regions) if regions else list
-                self._shown = _Shown(step, watch, begun, filled)
+                self._shown = _Shown(step, watch, begun, filled, now if outlet.arena is None else None)
             return Published(step, self._generation, time.perf_counter() - start)
 
     def fill(self, step: int, number: int) -> None:
@@ -210,20 +202,35 @@ class Offer:
     def seal(self, step: int, regions: Sequence[SourceRegion]) -> Sealed:
         start = time.perf_counter()
         with self._lock, self._on_device():
-            shown, reading, now = self._shown, self._reader.reading, self._glance()
-            held = self._reader.read() if now is None else []
+            shown, reading = self._shown, self._reader.reading
             if shown is None or shown.step != step or self._outlet is None:
                 raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
-            changed = shown.watch.changed(Watch(Seen.of(held) if now is None else now, self._steps))
-            if now is None:
+            held = self._reader.read() if shown.seen is None else []
+            changed = shown.watch.changed(Watch(shown.seen or Seen.of(held), self._steps))
+            if held:
                 self._check_same_tensors(self._outlet, held, reading)
-            begun = self._checks_of(self._outlet, held, regions).start_sources() if regions else list
-            found, published = begun(), shown.fingerprints()
+            published = shown.fingerprints()
+            found = self._of_sources(self._outlet, held, regions, published)
             for region, then, fingerprint in zip(regions, published, found):
                 name = self._outlet.shards[region.view.storage].tensor
                 if fingerprint != then and name not in changed:
                     changed.append(name)
+            self._shown = shown._replace(seen=None)
+            self._marks.forget_tensors()
             return Sealed(found, published, changed, time.perf_counter() - start)
+
+    def _of_sources(
+        self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion], published: list[int]
+    ) -> list[int]:
+        """Fingerprints of the sources now. Not made where they are what is published: then the engine's own tell.
+
+        Whatever was written there before it was copied differs from ``published`` in the engine, and what is written
+        afterwards does no harm.
+        """
+        if not regions:
+            return []
+        checks = self._checks_of(outlet, held, regions)
+        return published if checks.in_place else checks.start_sources()()
 
     def _checks_of(self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion]) -> SourceChecks:
         """What fingerprints ``regions``: made anew when the outlet, the tensors' places or the regions are others."""
@@ -232,6 +239,13 @@ class Offer:
             now = held or self._reader.read()
             made = self._checks = _Checks(self._reader.reading, SourceChecks(outlet.views, now, regions))
         return made.checks
+
+    def _as_marked(self, mark: Mark) -> Watch | None:
+        """The marked tensors now, if they are all that is exported and none of them moved since; else None."""
+        if mark.seen is None or self._outlet is None or self._outlet.arena is not None or self._fits != mark.reading:
+            return None
+        now = Watch(mark.seen, self._steps)
+        return None if mark.watch.moved(now) else now
 
     def _glance(self) -> Seen | None:
         """All that is exported, if nothing moved since it was compared with a reading; None if it must be read.
@@ -243,25 +257,6 @@ class Offer:
         return self._reader.glance()
 
     # -------------------------------------------------------------------------------------------------- conditions
-
-    def _wait_for(self, step: int, deadline: Deadline) -> _Mark:
-        with self._marking:
-            while True:
-                self._check_open()
-                mark = self._mark
-                if mark is not None and mark.step == step:
-                    return mark
-                if mark is not None and mark.step > step:
-                    raise self._error(f"it is at step {mark.step} already, step {step} was asked for")
-                if deadline.passed():
-                    at = f"at step {mark.step}" if mark is not None else "not marked (step_done) at any step"
-                    why = f"it is {at}, and did not reach step {step} within {deadline.timeout_s:g} s"
-                    raise TransferTimeout(f"training rank {self._rank}: {why}", rank=self._rank, safe_to_retry=True)
-                self._marking.wait(deadline.remaining_s())
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise self._error("its publisher was closed")
 
     def _check_unwritten(self, step: int, written: list[str]) -> None:
         if written:

@@ -78,7 +78,6 @@ class Push:
         self._requests: dict[str, Future[int]] = {}
         self._landing = threading.Lock()
         self._landed: set[str] = set()
-        self._reading: dict[str, Future[list[list[int]]]] = {}
         self._sealing: Future[dict[int, Sealed]] | None = None
         self._generations = generations
 
@@ -174,34 +173,23 @@ class Push:
         link.progress.began = False
 
     def _on_landed(self, link: EngineLink) -> None:
-        """All its bytes are where they belong; its own answer is still on the way. Verification can begin."""
+        """All its bytes are where they belong, though its own answer is still on the way: sources can be sealed."""
         with self._landing:
             self._landed.add(link.url)
-            if link.ends_by_itself:
-                self._start_reading(link)
             if self._landed >= {other.url for other in self._links}:
                 self._start_sealing()
 
-    def _start_reading(self, link: EngineLink) -> None:
-        if self._verifies and link.url not in self._reading:
-            self._reading[link.url] = self._fanout.submit(lambda: self._read_back(link))
-
-    def _start_sealing(self) -> None:
+    def _start_sealing(self) -> Future[dict[int, Sealed]]:
         if self._sealing is None:
             self._sealing = self._fanout.submit(lambda: self._workers.seal(self.step, self._regions, self._deadline))
+        return self._sealing
 
     def _verify(self) -> None:
         """Seal the sources and read the engines back, all at once; then compare."""
         with self._landing:
-            self._start_sealing()
-            for link in self._links:
-                self._start_reading(link)
-        assert self._sealing is not None
-        nothing: list[list[int]] = []
-        read = self._fanout.each(
-            lambda link: self._reading[link.url].result() if self._verifies else nothing, self._links
-        )
-        answers = self._sealing.result()
+            sealing = self._start_sealing()
+        read = self._fanout.each(self._read_back, self._links) if self._verifies else [[] for _ in self._links]
+        answers = sealing.result()
         rewritten = [rank for rank, answer in answers.items() if answer.fingerprints != answer.published]
         if rewritten:
             raise TransferError(

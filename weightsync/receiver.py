@@ -58,6 +58,8 @@ class Attach(Struct, tag=True):
 class Pull(Struct, tag=True):
     """Run plan ``plan_id`` once. ``full``: write the constants back too, so that nothing of before is left.
 
+    ``verify``: read all of it back as well, here where the event loop does not compete for the interpreter.
+
     ``timeout_s`` ends an exchange whose senders stall, and a pull in rounds whose actor does.
 
     Whoever does not know ``session`` says so at ``reply`` by calling ``unknown``, if an address is given.
@@ -71,6 +73,7 @@ class Pull(Struct, tag=True):
     reply: str = ""
     tp_rank: int = -1
     timeout_s: float = 0.0
+    verify: bool = False
 
 
 class Announcement(Struct):
@@ -126,7 +129,8 @@ class ResultRequest(Struct):
 class PullResult(Struct):
     """How a pull went. ``applied``: a weight may have been written. ``kind`` of failure: not_started, unknown_plan,
 
-    layout_moved, derived_stale, not_ended or failed; "" if ok. ``seconds``: of the copies alone.
+    layout_moved, derived_stale, not_ended or failed; "" if ok. ``seconds``: of the copies alone. ``fingerprints``: as
+    ``verify`` gives them, where the pull asked for them and nothing is wrong with a constant; else None.
     """
 
     push_id: str
@@ -138,6 +142,7 @@ class PullResult(Struct):
     step: int = -1
     num_bytes: int = 0
     seconds: float = 0.0
+    fingerprints: list[int] | None = None
 
     @property
     def ended(self) -> bool:

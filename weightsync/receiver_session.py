@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import msgspec
 import torch
@@ -170,6 +170,7 @@ class ReceiverSession:
         if not self._log.begin(command.push_id):
             return
         applied, kind, error, seconds, num_bytes = False, "", "", 0.0, 0
+        fingerprints: list[int] | None = None
         self._gate.begin(command.push_id)
         try:
             with self._lock, self._on_device():
@@ -181,6 +182,9 @@ class ReceiverSession:
                         self._live.restore()
                 seconds, num_bytes = plan.run(command.timeout_s), plan.num_bytes
                 self._finalise()
+                if command.verify:
+                    with suppress(VerifyMismatch):  # whoever asks ``verify`` then hears of it
+                        fingerprints = self.verify()
         except _Refusal as e:
             kind, error = e.kind, str(e)
         except Exception as e:  # whatever it is, it must reach the actor and not SGLang
@@ -199,6 +203,7 @@ class ReceiverSession:
                 step=command.step,
                 num_bytes=num_bytes,
                 seconds=seconds,
+                fingerprints=fingerprints,
             )
         )
 

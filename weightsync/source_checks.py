@@ -38,6 +38,11 @@ class SourceChecks:
         self._published = Fingerprinter(published)
         self._sources = self._published if _same(published, sources) else Fingerprinter(sources)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the sources are what is published."""
+        return self._sources is self._published and not self._computed
+
     def start_published(self) -> Callable[[], list[int]]:
         """Begin the fingerprints of published memory; what is returned waits for them, one a region."""
         return self._published.start()

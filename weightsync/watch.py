@@ -54,6 +54,10 @@ class Watch:
         before, after = self._by_name(), now._by_name()
         return [n for n in {**before, **after} if before.get(n) != after.get(n)]
 
+    def moved(self, now: Watch) -> bool:
+        """Whether any tensor lies elsewhere than it did, of the same ones."""
+        return [mark[0] for mark in self._marks] != [mark[0] for mark in now._marks]
+
     def written(self, now: Watch) -> list[str]:
         """Names of tensors that were written to where they are. One that moved is not among them."""
         if self._equals(now):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -122,10 +125,43 @@ def test_memory_that_moves_between_publish_and_seal_is_noticed(rig):
 
 def test_a_tensor_that_came_is_noticed(rig):
     rig.push(1)
-    rig.publisher.step_done(2)
     rig.model.append(nn.Linear(2, 2))
+    rig.publisher.step_done(2)
     with pytest.raises(TransferError, match="connect again"):
         rig.publish(2)
+
+
+def test_a_tensor_that_came_after_the_mark_belongs_to_the_next_step(rig):
+    rig.push(1)
+    rig.publisher.step_done(2)
+    rig.model.append(nn.Linear(2, 2))
+    assert rig.publish(2).generation == rig.generation
+    assert rig.seal(2).changed == []
+    rig.publisher.step_done(3)
+    with pytest.raises(TransferError, match="connect again"):
+        rig.publish(3)
+
+
+def test_tensors_are_kept_from_the_mark_until_the_seal_and_no_longer(rig):
+    rig.push(1)
+    rig.publisher.step_done(2)
+    kept = weakref.ref(rig.model[0].weight)
+    rig.model[0].weight = nn.Parameter(torch.zeros(3, 4))
+    rig.publish(2)
+    assert kept() is not None
+    rig.seal(2)
+    gc.collect()
+    assert kept() is None
+
+
+def test_withdrawing_lets_go_of_marked_tensors(rig):
+    rig.push(1)
+    rig.publisher.step_done(2)
+    kept = weakref.ref(rig.model[0].weight)
+    rig.model[0].weight = nn.Parameter(torch.zeros(3, 4))
+    rig.publisher.withdraw()
+    gc.collect()
+    assert kept() is None
 
 
 CHANGES = {
