@@ -19,6 +19,7 @@ from benchmarks.rank_wire import Floor, FloorRequest, StockRequest, StockRuns, S
 from benchmarks.rows import STOCK, EngineRef, Row, Struct
 from benchmarks.trainers import Trainers
 from weightsync.config import Config, EngineConfig, EnvConfig
+from weightsync.engines import PauseMode
 from weightsync.engines.local import LocalEngine, free_port
 from weightsync.errors import WeightSyncError
 from weightsync.spec import SyncReport
@@ -42,10 +43,13 @@ class Setting(Struct):
     route: str
     verify: str = "none"
     bucket_bytes: int | None = None
+    pause: PauseMode = "abort"
 
     @property
     def name(self) -> str:
-        return self.route + ("" if self.verify == "none" else ", verified")
+        """What its rows are called."""
+        verified = ["verified"] if self.verify != "none" else []
+        return ", ".join([self.route, *verified, *([f"pause {self.pause}"] if self.pause != "abort" else [])])
 
 
 class Subject(Struct):
@@ -149,14 +153,16 @@ class Bench:
         slowest = [max(s) for s in zip(*(t.seconds for t in times if t.seconds), strict=True)]
         self.add(f"stock: {calls.name}", STOCK, "none", slowest, {})
 
-    def push(self, setting: Setting, *, label: str = "", beside: AbstractContextManager | None = None) -> None:
+    def push(
+        self, setting: Setting, *, label: str = "", beside: AbstractContextManager | None = None, at_most: int = 1000
+    ) -> None:
         """``plan.n`` pushes of changed weights, phases apart. ``beside`` is entered for their time."""
         started = time.perf_counter()
         actor = self.open(setting)
         connected_s = time.perf_counter() - started
         try:
             with beside or nullcontext():
-                first, reports, seconds = self._pushes(actor)
+                first, reports, seconds = self._pushes(actor, min(self.plan.n, at_most))
         finally:
             actor.close()
         name = setting.name + (f", {label}" if label else "")
@@ -180,16 +186,17 @@ class Bench:
             route=setting.route,
             verify=setting.verify,
             bucket_bytes=setting.bucket_bytes,
+            pause=setting.pause,
             timeout_s=self.plan.timeout_s,
             connect_timeout_s=CALL_TIMEOUT_S,
             envs=self.plan.envs,
         )
         return open_actor(self.plan.actor, config)
 
-    def _pushes(self, actor: Actor) -> tuple[SyncReport, list[SyncReport], list[float]]:
+    def _pushes(self, actor: Actor, n: int) -> tuple[SyncReport, list[SyncReport], list[float]]:
         """The report of the first push, and reports and seconds of those that count."""
         reports, seconds = [], []
-        for step in itertools.islice(self.steps, WARMUP + self.plan.n):
+        for step in itertools.islice(self.steps, WARMUP + n):
             self.trainers.each("change", step)
             started = time.perf_counter()
             reports.append(actor.push(step))

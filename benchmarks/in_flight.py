@@ -11,6 +11,7 @@ from collections.abc import Sequence
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 NEW_TOKENS = 512
 TIMEOUT_S = 60.0
+FIRST_TIMEOUT_S = 120.0  # an engine compiles its kernels when it first generates
 
 
 class Requests:
@@ -21,11 +22,13 @@ class Requests:
         self.answered = self.failed = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        self._warm = threading.Barrier(len(urls) * count + 1)
         self._threads = [threading.Thread(target=self._run, args=(url,), daemon=True) for url in [*urls] * count]
 
     def __enter__(self) -> Requests:
         for thread in self._threads:
             thread.start()
+        self._warm.wait(FIRST_TIMEOUT_S)
         time.sleep(0.5)  # until they generate
         return self
 
@@ -35,17 +38,22 @@ class Requests:
             thread.join(timeout=TIMEOUT_S)
 
     def _run(self, url: str) -> None:
-        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling}).encode()
+        self._ask(url, 16, FIRST_TIMEOUT_S)
+        self._warm.wait(FIRST_TIMEOUT_S)
         while not self._stop.is_set():
-            request = urllib.request.Request(f"{url}/generate", data=body, headers={"content-type": "application/json"})
-            try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                    answer.read()
-                ended = True
-            except OSError:
-                ended = False
-                time.sleep(0.05)
+            ended = self._ask(url, NEW_TOKENS, TIMEOUT_S)
             with self._lock:
                 self.answered += ended
                 self.failed += not ended
+
+    def _ask(self, url: str, max_new_tokens: int, timeout_s: float) -> bool:
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling}).encode()
+        request = urllib.request.Request(f"{url}/generate", data=body, headers={"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                answer.read()
+        except OSError:
+            time.sleep(0.05)
+            return False
+        return True

@@ -24,10 +24,15 @@ from benchmarks.rows import EngineRef, Struct
 from benchmarks.scenarios import Scenario
 from benchmarks.stock import Engine
 from benchmarks.trainers import REPOSITORY, Interpreter, Trainers
+from weightsync.engines import PauseMode
 from weightsync.engines.local import LocalEngine
 from weightsync.versions import library_versions
 
 ENGINE_START_S = {"cuda": 150.0, "cpu": 400.0}
+
+
+BUSY_PAUSES: tuple[PauseMode, ...] = ("abort", "in_place")
+BUSY_PUSHES = 5  # SGLang's abort takes a second each
 
 
 class Part(Struct):
@@ -95,8 +100,10 @@ def _measure(bench: Bench, scenario: Scenario) -> None:
         return
     for setting in scenario.settings:
         bench.attempt(setting.name, lambda s=setting: bench.push(s, label=_label(scenario)))
-        if scenario.in_flight and setting.route in ("direct", "shm"):
-            bench.attempt(f"{setting.name}, requests in flight", lambda s=setting: _push_busy(bench, s, scenario))
+    if scenario.in_flight:
+        for pause in BUSY_PAUSES:
+            busy = msgspec.structs.replace(scenario.settings[0], pause=pause)
+            bench.attempt(f"{busy.name}, requests in flight", lambda s=busy: _push_busy(bench, s, scenario))
     if scenario.stock:
         bench.stock(scenario.stock)
 
@@ -104,7 +111,7 @@ def _measure(bench: Bench, scenario: Scenario) -> None:
 def _push_busy(bench: Bench, setting: Setting, scenario: Scenario) -> None:
     requests = Requests(bench.urls, scenario.in_flight)
     label = ", ".join(filter(None, [_label(scenario), f"{scenario.in_flight} requests in flight"]))
-    bench.push(setting, label=label, beside=requests)
+    bench.push(setting, label=label, beside=requests, at_most=BUSY_PUSHES)
     bench.details[f"{setting.name}, {label}, requests"] = {"answered": requests.answered, "failed": requests.failed}
 
 

@@ -23,7 +23,7 @@ from weightsync.errors import ConfigError, EngineRejected, WeightSyncError
 
 TEXT_LIMIT = 600
 FLUSH_RETRY_S = 0.25
-DRAIN_S, DRAIN_POLL_S = 0.5, 0.005
+DRAIN_S, DRAIN_POLL_S = 0.1, 0.005
 ANSWERS_S, ANSWER_S = 0.01, 0.0005  # in which a server answers requests that its scheduler has ended, and each of them
 
 
