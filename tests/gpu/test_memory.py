@@ -85,7 +85,8 @@ def test_direct_takes_little_of_a_gpu_beside_contexts() -> None:
     noted = [note for note in notes if ": a context " in note]
     print("noted:", noted)
     assert noted or not any(more[f"engine {i}"] for i in range(2))
-    allowed = DIRECT_BYTES + sum(more.values()) * in_contexts / sum(contexts.values())
+    pairs = len(one.ranks) / len(idle)  # a training rank and an engine; all on one GPU where there is but one
+    allowed = DIRECT_BYTES * pairs + sum(more.values()) * in_contexts / sum(contexts.values())
     assert all(pushed[uuid] - idle[uuid] < allowed for uuid in idle)
 
 
