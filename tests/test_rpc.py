@@ -297,6 +297,19 @@ def test_a_killed_process_ends_the_call_at_once_with_the_error_asked_for(process
             client.call("pid", deadline=soon(1.0))
 
 
+def test_a_process_that_was_killed_between_two_calls_is_missed_at_once(process):
+    address = process.stdout.readline().strip()
+    with contextlib.closing(Client(address, what="rank 1", lost=EngineLost)) as client:
+        assert client.call("pid", deadline=soon(30)) == process.pid
+        process.kill()
+        process.wait()
+        for _ in range(2):
+            start = time.monotonic()
+            with pytest.raises(EngineLost, match="rank 1: pid: the connection dropped"):
+                client.call("pid", deadline=soon(30))
+            assert time.monotonic() - start < 5
+
+
 def test_a_process_that_forgets_to_close_still_ends(process):
     address = process.stdout.readline().strip()
     with contextlib.closing(Client(address)) as client, ThreadPoolExecutor(1) as pool:

@@ -136,13 +136,17 @@ class Server:
 
 
 class _Link:
-    """One connection of a client, used by one call at a time; ``monitor`` tells when it drops."""
+    """One connection of a client, used by one call at a time; ``monitor`` tells when it drops.
 
-    def __init__(self, context: zmq.Context, where: str) -> None:
+    ``again``: there was one before, so one that is refused has dropped too, and is not tried until it works.
+    """
+
+    def __init__(self, context: zmq.Context, where: str, *, again: bool = False) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.ipv6 = True
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        refused = zmq.EVENT_CONNECT_RETRIED if again else 0
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | refused)
         self.socket.connect(where)
 
     def dropped(self) -> bool:
@@ -175,6 +179,7 @@ class Client:
         self._idle: list[_Link] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._has_dropped = False
 
     def call(self, method: str, argument: Any = None, *, deadline: Deadline, returns: Any = None) -> Any:
         """Call ``method`` and wait until ``deadline``. ``returns`` is the type to decode the result into.
@@ -212,9 +217,11 @@ class Client:
         while link.wait(deadline.remaining_s()):
             call_id, status, body = link.socket.recv_multipart()
             if call_id == frames[0]:
+                self._has_dropped = False
                 return status, body
         doing = f"{self.what}: {frames[2].decode()}"
         if link.dropped():
+            self._has_dropped = True
             raise self._lost(f"{doing}: the connection dropped, the process at the other end may be gone")
         raise deadline.error(doing)
 
@@ -224,8 +231,9 @@ class Client:
                 link = self._idle.pop()
                 if not link.dropped():
                     return link
+                self._has_dropped = True
                 link.close()
-            return _Link(self._context, self._endpoint)
+            return _Link(self._context, self._endpoint, again=self._has_dropped)
 
     def _give_back(self, link: _Link) -> None:
         with self._lock:
