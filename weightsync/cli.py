@@ -148,6 +148,24 @@ def serve(
 
 
 @app.command()
+def node(
+    host: Annotated[str, typer.Option(help="Host to listen on, for the actor and for senders.")] = "0.0.0.0",
+    host_name: Annotated[str, typer.Option(help="Whose training ranks it reads, if not this machine's name.")] = "",
+    address_file: Annotated[Path | None, typer.Option(help="Write the address for `node_actors` here.")] = None,
+) -> None:
+    """Run a node actor, without Ray: route nccl sends from this trainer node through it. In the pair's environment."""
+    from weightsync import serve as serving
+    from weightsync.transports.node import NodeServer
+
+    with errors_end_it():
+        server = NodeServer(host_name=host_name, host=host)
+    if address_file is not None:
+        serving.write_address(address_file, server.address)
+    print(server.address, flush=True)
+    serving.until_signalled(server)
+
+
+@app.command()
 def bench(args: Annotated[list[str] | None, typer.Argument(help="Passed on to benchmarks.cpu_refit.")] = None) -> None:
     """Push about 1 GB through each CPU route, beside a memory copy and SGLang's own calls."""
     import subprocess

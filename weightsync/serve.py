@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -46,7 +47,13 @@ def write_address(file: Path, address: str) -> None:
     fresh.rename(file)
 
 
-def until_signalled(server: Server) -> None:
+class Closing(Protocol):
+    """What serves until it is closed."""
+
+    def close(self) -> None: ...
+
+
+def until_signalled(server: Closing) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

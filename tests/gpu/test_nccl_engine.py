@@ -1,0 +1,220 @@
+"""A sender killed in the middle of a broadcast to a real SGLang: when does the engine answer again?
+
+The trainer is on GPU 0, the engine on GPU 1. What was seen is printed as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks import models
+from benchmarks.gpu_engine import GpuEngine
+from tests.gpu import real
+from weightsync import devices
+from weightsync.config import load_config
+from weightsync.deadline import Deadline
+from weightsync.demo_model import shapes
+from weightsync.engines import Tensors
+from weightsync.engines import sglang as client_module
+from weightsync.errors import TransferError, WeightSyncError
+from weightsync.groups import BroadcastGroup
+from weightsync.publisher import Publisher
+from weightsync.session import Session
+from weightsync.spec import PushRequest
+from weightsync.transports import cuda_ipc, nccl
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+
+GIB = 1 << 30
+MIDDLE_S = 0.03
+"""After so long of a broadcast of 24 GiB, which takes twice that and more."""
+WATCHED_S = 90.0
+TOKENS = list(range(4, 40))
+
+
+def two_gpus() -> bool:
+    return torch.cuda.device_count() >= 2
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuEngine | None]:
+    """On the second GPU; None where there is but one, on which NCCL refuses the group at connect."""
+    if not two_gpus():
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("nccl")
+    written = models.write_config(folder / "model", real.MODEL)
+    options = {"interpreter": real.interpreter("ENGINE_PYTHONPATH"), "log": folder / "engine.log"}
+    with GpuEngine(written, first_gpu=1, **options) as started:
+        yield started.wait(real.START_S)
+
+
+class Trainer:
+    """One rank that holds the whole model on GPU 0."""
+
+    def __init__(self) -> None:
+        self.tensors = {
+            name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda:0")
+            for name, shape in shapes(real.MODEL).items()
+        }
+        self.publisher = Publisher(self.tensors, rank=0, world_size=1)
+
+    def train(self, step: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        for tensor in self.tensors.values():
+            tensor.normal_(std=0.02)
+        self.publisher.step_done(step)
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    one = Trainer()
+    yield one
+    one.publisher.close()
+
+
+def session(trainer: Trainer, url: str, **config) -> Session:
+    settings = {"pair": "sgl_dtensor_v2", "route": "nccl", "timeout_s": 60.0, "connect_timeout_s": 120.0}
+    peers = {"engines": [{"url": url}], "publishers": [trainer.publisher.address]}
+    return Session(load_config(settings | peers | config), trainer="dtensor_v2")
+
+
+def push(sync: Session, trainer: Trainer, step: int, seed: int = 1) -> None:
+    trainer.train(step, seed)
+    started = time.monotonic()
+    report = sync.push(PushRequest(step=step))
+    assert report.weight_version == str(step)
+    print(f"push {step}: {time.monotonic() - started:.2f} s, verified {report.verified}")
+
+
+def test_slices_and_broadcasts_bring_the_same_weights(engine, trainer, monkeypatch) -> None:
+    if engine is None:
+        return
+    said = {}
+    for first, kind in ((1, "receiver"), (11, "stock")):
+        if kind == "stock":
+            monkeypatch.setattr(client_module, "RECEIVER_LOADER", "nobody's")
+        sync = session(trainer, engine.url, verify="fingerprint" if kind == "receiver" else "none")
+        try:
+            for number, seed in enumerate((5, 6, 7)):
+                push(sync, trainer, first + number, seed)
+                said[kind, seed] = real.log_probabilities(engine.url, TOKENS)
+        finally:
+            sync.close()
+    assert all(said["stock", seed] == said["receiver", seed] for seed in (5, 6, 7))
+    assert said["stock", 5] != said["stock", 6]
+
+
+def test_an_engine_with_our_receiver_answers_again_within_the_deadline(engine, trainer) -> None:
+    if engine is None:
+        return
+    sync = session(trainer, engine.url)
+    try:
+        push(sync, trainer, 101)
+        group = sync._routes["nccl"]._exchanges[engine.url]
+        trainer.train(102, 2)
+        _stop_when_sending(group._senders[0].pid)
+        started = time.monotonic()
+        with pytest.raises(TransferError):
+            sync.push(PushRequest(step=102, timeout_s=15.0))
+        failed_s = time.monotonic() - started
+        answers_s = _answers_again(engine.url, started)
+        print(json.dumps({"engine": "receiver", "push_failed_s": failed_s, "answers_again_s": answers_s}))
+        assert failed_s < 25 and answers_s is not None
+        push(sync, trainer, 103)
+    finally:
+        sync.close()
+
+
+def test_a_stock_engine_whose_sender_is_killed_in_the_middle(engine, trainer, monkeypatch) -> None:
+    """Last, since it may leave the engine to be restarted: this says which."""
+    if engine is None:
+        return
+    monkeypatch.setattr(client_module, "RECEIVER_LOADER", "nobody's")
+    sync = session(trainer, engine.url, verify="none")
+    try:
+        push(sync, trainer, 201)
+        group = sync._routes["nccl"]._whole._groups[engine.url]
+        seen = _kill_in_the_middle(group)
+        seen["answers_again_s"] = _answers_again(engine.url, time.monotonic())
+        if seen["answers_again_s"] is not None:
+            group.link.state, group.link.held = "fenced", True
+            push(sync, trainer, 202)
+            seen["healed"] = True
+        else:
+            seen["healed"] = "the engine must be restarted"
+        print(json.dumps(seen))
+        assert seen["sender_call"] and seen["failed_s"] < 40
+    finally:
+        sync.close()
+
+
+def _kill_in_the_middle(group: BroadcastGroup) -> dict:
+    """SIGKILL the sender while both ends are in one large broadcast; when and how both calls ended."""
+    client, deadline = group.link.client, Deadline(30.0, "test")
+    memory = cuda_ipc.allocate(24 * GIB, devices.uuid_of(0))
+    seen: dict = {"engine": "stock", "killed_after_s": MIDDLE_S}
+    client.pause("abort", deadline)
+    client.begin(deadline)
+    what = Tensors(["weightsync.probe"], ["uint8"], [(24 * GIB,)])
+
+    def call(name: str, function) -> None:
+        started = time.monotonic()
+        try:
+            function()
+            seen[name] = "done"
+        except WeightSyncError as e:
+            seen[name] = f"{time.monotonic() - started:.2f} s: {type(e).__name__}: {e.message[:200]}"
+
+    broadcast = nccl.Broadcast(memory.segment, 24 * GIB, 20.0)
+    sender = group._senders[0]
+    engine_side = threading.Thread(
+        target=call, args=("engine_call", lambda: client.update_weights_from_distributed(what, group._name, deadline))
+    )
+    sender_side = threading.Thread(
+        target=call, args=("sender_call", lambda: sender.call("broadcast", broadcast, deadline=deadline))
+    )
+    started = time.monotonic()
+    engine_side.start()
+    time.sleep(0.5)
+    sender_side.start()
+    time.sleep(MIDDLE_S)
+    group.give_up()
+    sender_side.join()
+    engine_side.join()
+    seen["failed_s"] = time.monotonic() - started
+    memory.close()
+    return seen
+
+
+def _stop_when_sending(pid: int) -> None:
+    """Kill a sender a moment from now."""
+    os.kill(pid, signal.SIGSTOP)  # so that it is in the exchange, and does not get on
+    threading.Timer(2.0, lambda: os.kill(pid, signal.SIGKILL)).start()
+
+
+def _answers_again(url: str, since: float) -> float | None:
+    """Seconds until the engine's scheduler answers; None if it does not."""
+    while time.monotonic() - since < WATCHED_S:
+        try:
+            for path, body in (
+                ("/continue_generation", {}),
+                ("/generate", {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": 1}}),
+            ):
+                request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode())
+                request.add_header("content-type", "application/json")
+                with urllib.request.urlopen(request, timeout=5) as answer:
+                    answer.read()
+            return time.monotonic() - since
+        except OSError:
+            time.sleep(0.2)
+    return None
