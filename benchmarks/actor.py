@@ -24,10 +24,17 @@ class Actor(Protocol):
 class InProcess:
     """The session without anything between it and the stopwatch."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, as_stock: bool = False) -> None:
+        from weightsync.engines import sglang
         from weightsync.session import Session
 
-        self._session = Session(config, trainer=TRAINERS[config.pair])
+        loader = sglang.RECEIVER_LOADER
+        if as_stock:
+            sglang.RECEIVER_LOADER = "no engine's"
+        try:
+            self._session = Session(config, trainer=TRAINERS[config.pair])
+        finally:
+            sglang.RECEIVER_LOADER = loader
 
     def push(self, step: int) -> SyncReport:
         return self._session.push(PushRequest(step=step))
@@ -39,10 +46,15 @@ class InProcess:
         self._session.close()
 
 
-def open_actor(kind: str, config: Config) -> Actor:
-    """``kind``: ``inline``, or ``ray`` (the actor then runs in the environment that ``config.envs`` names)."""
+def open_actor(kind: str, config: Config, *, as_stock: bool = False) -> Actor:
+    """``kind``: ``inline``, or ``ray`` (the actor then runs in the environment that ``config.envs`` names).
+
+    ``as_stock``: take engines for stock ones, though they have our receiver; inline only.
+    """
     if kind == "inline":
-        return InProcess(config)
+        return InProcess(config, as_stock=as_stock)
+    if as_stock:
+        raise ValueError("an engine with our receiver passes for a stock one with the inline actor only")
     import weightsync
 
     return weightsync.launch(config, publishers=config.publishers, engines=config.engines)

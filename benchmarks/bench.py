@@ -38,18 +38,21 @@ class StockCalls(Struct):
 
 
 class Setting(Struct):
-    """A way to push with weightsync."""
+    """A way to push with weightsync. ``as_stock``: as if the engines had no receiver; ``label`` then tells it apart."""
 
     route: str
     verify: str = "none"
     bucket_bytes: int | None = None
     pause: PauseMode = "abort"
+    as_stock: bool = False
+    label: str = ""
 
     @property
     def name(self) -> str:
         """What its rows are called."""
-        verified = ["verified"] if self.verify != "none" else []
-        return ", ".join([self.route, *verified, *([f"pause {self.pause}"] if self.pause != "abort" else [])])
+        verified = "" if self.verify == "none" else "verified"
+        paused = "" if self.pause == "abort" else f"pause {self.pause}"
+        return ", ".join(filter(None, [self.route, self.label, verified, paused]))
 
 
 class Subject(Struct):
@@ -191,7 +194,7 @@ class Bench:
             connect_timeout_s=CALL_TIMEOUT_S,
             envs=self.plan.envs,
         )
-        return open_actor(self.plan.actor, config)
+        return open_actor(self.plan.actor, config, as_stock=setting.as_stock)
 
     def _pushes(self, actor: Actor, n: int) -> tuple[SyncReport, list[SyncReport], list[float]]:
         """The report of the first push, and reports and seconds of those that count."""

@@ -26,6 +26,10 @@ GROUP_CALLS = tuple(
 DIRECT = (Setting("direct"), Setting("direct", "fingerprint"))
 BUCKET = (Setting("bucket"), Setting("bucket", "fingerprint"))
 NCCL = (Setting("nccl"), Setting("nccl", "fingerprint"))
+NCCL_STOCK = tuple(
+    Setting("nccl", bucket_bytes=mib * MIB, as_stock=True, label=f"stock engine, buckets of {text}")
+    for mib, text in BUCKETS
+)
 
 
 class Place(Struct):
@@ -158,6 +162,9 @@ TWO_GPUS = {
     "megatron-2gpu-pp2": _megatron("Qwen3-8B", 2, Parallel(pp=2), 2),
     "megatron-2gpu-moe-ep2": _megatron(MOE, 2, Parallel(ep=2), 2),
     "disaggregated-2gpu": Scenario("Qwen3-8B", engines=(Place(1),), settings=(*DIRECT, *NCCL), stock=GROUP_CALLS),
+    "disaggregated-2gpu-nccl": Scenario(
+        "Qwen3-8B", engines=(Place(1),), settings=(*NCCL, *NCCL_STOCK), stock=GROUP_CALLS, timeout_s=240.0
+    ),
     "disaggregated-2gpu-masked": Scenario("Qwen3-8B", engines=(Place(sees="1"),), settings=DIRECT, stock=()),
 }
 MORE_GPUS = {
