@@ -63,7 +63,7 @@ class Offer:
         held = reader.read()
         reader.rules(held)
         self._steps = OptimizerSteps()
-        self._device = next((h.tensor.device for h in held if h.tensor.is_cuda), None)
+        self._device = next((t.device for h in held for t in (h.tensor, h.owner) if t is not None and t.is_cuda), None)
 
     # ---------------------------------------------------------------------------------------- the training thread
 
