@@ -28,6 +28,7 @@ from weightsync.transports import Memory, Puller, bucket
 from weightsync.transports.bucket_cuda import CudaArena, limit_bytes, share_by_handle
 from weightsync.views import box_of, source_view
 
+NOTE = "buckets:"
 _HERE = "here"
 
 
@@ -67,9 +68,11 @@ class BucketRoute:
         self._buckets = self._pack(tensors)
         self._largest = max((b.nbytes for b in self._buckets), default=0)
         self._exports = exports
-        self._segments = self._map({rank: export for rank, export in exports.items() if self._is_here(rank)})
         self._planned = self._copies(tensors, exports)
         self._make_arenas()
+        note = f"{NOTE} {len(self._buckets)} of at most {self._largest} bytes, in {len(self._arenas)} arenas"
+        for link in links:
+            link.notes = [n for n in link.notes if not n.startswith(NOTE)] + [note]
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Fill one arena while the engines load the other. An engine found to have failed gets no further buckets.
@@ -129,6 +132,13 @@ class BucketRoute:
         """Two arenas, and what fills them from memory that is mapped here."""
         self._arenas = [self._new_arena(self._largest, self._exports) for _ in self._buckets[:2]]
         self._pullers = []
+        if self._arenas:
+            with transports.on_device_of(self._arena(0)):
+                self._make_pullers()
+
+    def _make_pullers(self) -> None:
+        if not self._segments:
+            self._segments = self._map({r: export for r, export in self._exports.items() if self._is_here(r)})
         for number, copies in enumerate(self._planned):
             targets = bucket.views(self._arena(number), self._buckets[number])
             pairs = [

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 TIMEOUT_S = 60.0
 AT_ONCE_S = 20.0
+ARENA_BYTES = 8 << 20  # two of its largest tensors
 SHAPES = {spec.name: spec.shape for spec in models.tensors(real.MODEL)}
 
 
@@ -109,7 +110,7 @@ def dies_before_the_move(url: str, device: str, route: str, monkeypatch: pytest.
 
 def dies_between_rounds(url: str, device: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed when part of the model has been read from an arena that is smaller than it: float32 must be cast."""
-    with trained(url, device, route, "float32", arena_bytes=8 << 20) as (rank, session):
+    with trained(url, device, route, "float32", arena_bytes=ARENA_BYTES) as (rank, session):
         rank.call("change", 2)
         fill = Workers.fill
 
