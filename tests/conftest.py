@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -13,15 +15,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; left out (not skipped) where there is none")
+    config.addinivalue_line("markers", "netns: makes network namespaces; left out where this user may not")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if shutil.which("nvidia-smi"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    missing = [] if shutil.which("nvidia-smi") else ["gpu"]
+    if any(item.get_closest_marker("netns") for item in items) and not _may_make_namespaces():
+        missing.append("netns")
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in missing)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def _may_make_namespaces() -> bool:
+    if not shutil.which("ip"):
+        return False
+    probe = ["unshare", "--net", "--uts", "ip", "link", "add", "wsx", "type", "veth", "peer", "name", "wsy"]
+    try:
+        made = subprocess.run(probe, capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return os.geteuid() == 0 and made.returncode == 0
 
 
 def _skip_is_failure(report: pytest.TestReport | pytest.CollectReport) -> None:

@@ -16,6 +16,7 @@ from tests.fakes.model import FakeModel
 from tests.test_session import World, assert_serves, engine, served
 from weightsync import groups, nodes, routes_nccl
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError
+from weightsync.spec import PushRequest
 from weightsync.transports.sender import Nursery
 
 
@@ -278,8 +279,36 @@ def test_meeting_hosts():
     assert nodes.meeting_host("localhost", "http://localhost:30000") == "127.0.0.1"
     assert nodes.meeting_host("0.0.0.0", "http://127.0.0.1:30000") == "127.0.0.1"
     assert nodes.meeting_host("127.0.0.2", "http://127.0.0.1:30000") == "127.0.0.2"
+    assert nodes.meeting_host("::1", "http://[::1]:30000") == "::1"
+    assert nodes.meeting_host("127.0.0.1", "http://[::1]:30000") == "::1"
     other = nodes.meeting_host("127.0.0.1", "http://192.0.2.7:30000")
     assert other not in ("127.0.0.1", "0.0.0.0", "", "::")
+
+
+@pytest.mark.parametrize("bind_host", ["0.0.0.0", "::", "localhost", "::1"])
+def test_every_way_to_name_a_host_can_be_reached(world, bind_host):
+    one = world(stock(2), engine(2), bind_host=bind_host)
+    one.push(1)
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 1)
+
+
+def test_an_address_that_is_not_ours_is_named(world):
+    with pytest.raises(ConfigError, match=r"cannot listen on host '192\.0\.2\.1'"):
+        world(stock(), bind_host="192.0.2.1").push(1)
+
+
+@pytest.mark.parametrize("kind", [stock, engine])
+def test_a_trainer_that_raises_leaves_every_engine_with_the_old_weights(world, kind):
+    one = world(kind(), kind(2))
+    one.push(1)
+    one.train(3)
+    with pytest.raises(TransferError, match="step 3"):
+        one.session.push(PushRequest(step=2))
+    assert all(fake.weight_version == "1" and not fake.paused for fake in one.engines)
+    one.push(4)
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 4)
 
 
 def test_two_runs_on_one_host_at_once(world):

@@ -59,20 +59,29 @@ class HostedOffer(Offer):
 
 
 class RowTrainer:
-    """One rank a name in ``hosts``. ``tensors`` are the whole ones, as last trained."""
+    """One rank a name in ``hosts``. ``tensors`` are the whole ones, as last trained.
+
+    With ``ranks`` only those are here; servers listen on ``bind``.
+    """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], hosts: Sequence[str], *, replicated: Sequence[str] = ()
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        hosts: Sequence[str],
+        *,
+        replicated: Sequence[str] = (),
+        ranks: Sequence[int] | None = None,
+        bind: str = "127.0.0.1",
     ) -> None:
         self.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        self._replicated = replicated
-        self._readers = [Rows(self.tensors, rank, len(hosts), replicated) for rank in range(len(hosts))]
+        here = range(len(hosts)) if ranks is None else ranks
+        self._readers = [Rows(self.tensors, rank, len(hosts), replicated) for rank in here]
         self.offers, self.servers = [], []
-        for rank, (reader, host) in enumerate(zip(self._readers, hosts, strict=True)):
+        for rank, reader in zip(here, self._readers, strict=True):
             offer = HostedOffer(reader, rank=rank, world_size=len(hosts), trainer="dtensor_v2")
-            offer.host = host
+            offer.host = hosts[rank]
             self.offers.append(offer)
-            self.servers.append(Server(Wire(offer)))
+            self.servers.append(Server(Wire(offer), host=bind))
 
     @property
     def addresses(self) -> list[str]:

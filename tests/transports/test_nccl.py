@@ -58,12 +58,13 @@ def pair(sender: SenderProcess, name: str, *, timeout_s: float = 20.0) -> nccl.G
 # ------------------------------------------------------------------------------------------------- the rendezvous
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::", "::1", "[::1]"])
 def test_the_port_is_bound_before_anybody_is_told_of_it(host):
     store, port = listen(host, 5.0)
-    with pytest.raises(OSError, match="in use"), socket.socket() as other:
-        other.bind(("127.0.0.1", port))
-    theirs = connect("127.0.0.1", port, 5.0)
+    family, reached = (socket.AF_INET6, "::1") if ":" in host else (socket.AF_INET, "127.0.0.1")
+    with pytest.raises(OSError, match="in use"), socket.socket(family) as other:
+        other.bind((reached, port))
+    theirs = connect(reached, port, 5.0)
     theirs.set("key", "value")
     assert store.get("key") == b"value"
 
