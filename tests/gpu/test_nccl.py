@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.spec import Copy, Shard, View
 from weightsync.transports import cuda_ipc, nccl
-from weightsync.transports.exchange import Incoming, streams
-from weightsync.transports.rendezvous import Group
+from weightsync.transports.exchange import Buffers, Incoming, streams
 from weightsync.transports.sender import Nursery, SenderProcess
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -44,11 +44,11 @@ def nursery() -> Iterator[Nursery]:
         one.close()
 
 
-def pair(nursery: Nursery, name: str) -> tuple[SenderProcess, Group]:
+def pair(nursery: Nursery, name: str, backend: str = "nccl") -> tuple[SenderProcess, Any]:
     """A sender on GPU 0 and this process on GPU 1, joined and greeted."""
     sender = nursery.start(devices.uuid_of(0), SETTINGS, soon())
     port = sender.call("listen", nccl.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
-    joins = [nccl.Join(name, "127.0.0.1", port, rank, 2, "nccl", 30.0) for rank in range(2)]
+    joins = [nccl.Join(name, "127.0.0.1", port, rank, 2, backend, 30.0) for rank in range(2)]
 
     def send() -> None:
         sender.call("join", joins[0], deadline=soon())
@@ -65,7 +65,7 @@ def pair(nursery: Nursery, name: str) -> tuple[SenderProcess, Group]:
     return sender, group
 
 
-def broadcast(sender: SenderProcess, group: Group, memory: cuda_ipc.Memory, target: torch.Tensor) -> float:
+def broadcast(sender: SenderProcess, group: Any, memory: cuda_ipc.Memory, target: torch.Tensor) -> float:
     """Seconds until both ends are done."""
     request = nccl.Broadcast(memory.segment, target.numel(), 30.0)
     sending = threading.Thread(target=lambda: sender.call("broadcast", request, deadline=soon()))
@@ -93,10 +93,11 @@ def test_a_broadcast_arrives_bit_for_bit_and_fast(nursery: Nursery) -> None:
     memory.close()
 
 
-def test_slices_arrive_packed_and_unpacked(nursery: Nursery) -> None:
+@pytest.mark.parametrize("backend", ["nccl", "cupy"])
+def test_slices_arrive_packed_and_unpacked(nursery: Nursery, backend: str) -> None:
     if not two_gpus():
         return
-    sender, group = pair(nursery, "slices")
+    sender, group = pair(nursery, f"slices-{backend}", backend)
     rows, columns, count = 512, 4096, 24
     memory = cuda_ipc.allocate(count * rows * columns * 2, devices.uuid_of(0))
     values = torch.randn(count, rows, columns, device="cuda:0").bfloat16()
@@ -109,12 +110,14 @@ def test_slices_arrive_packed_and_unpacked(nursery: Nursery) -> None:
     half = whole((rows, columns // 2))
     copies = [Copy(f"t{i}", half, 0, View(i, 0, strides), View(i, 0, (columns // 2, 1))) for i in range(count)]
     limit = 8 << 20
-    load = nccl.Load(segments={0: [memory.segment]}, shards=shards, copies={1: copies}, chunk_bytes=limit)
+    load = nccl.Load(segments={0: [memory.segment]}, shards=shards, parts=[{1: copies}], chunk_bytes=limit)
     sender.call("load", load, deadline=soon())
     got = torch.zeros(count, rows, columns // 2, dtype=torch.bfloat16, device="cuda:1")
     chunks = streams(copies, shards, {0: 0}, limit)
     with torch.cuda.device(1):
-        incoming = Incoming(chunks, shards, lambda copy: got[copy.target.storage], torch.device("cuda", 1))
+        buffers = Buffers(torch.device("cuda", 1))
+        buffers.reserve([chunks])
+        incoming = Incoming(chunks, shards, lambda copy: got[copy.target.storage], buffers)
     for _ in range(3):
         got.zero_()
         torch.cuda.synchronize(1)
@@ -127,6 +130,34 @@ def test_slices_arrive_packed_and_unpacked(nursery: Nursery) -> None:
     group.abort()
     sender.kill()
     memory.close()
+
+
+def test_a_cupy_groups_member_that_is_killed_is_given_up_by_the_deadline(nursery: Nursery) -> None:
+    """As a training worker sees it: its other groups, and its thread, must not be caught in this one."""
+    if not two_gpus():
+        return
+    sender, group = pair(nursery, "cupy-killed", "cupy")
+    sender.kill()
+    target = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:1")
+    started = time.monotonic()
+    with torch.cuda.device(1), pytest.raises(TransferError):
+        group.finish(group.start([], [(0, target)]), soon(3.0))
+    print(f"given up after {time.monotonic() - started:.1f} s")
+    assert time.monotonic() - started < 10
+    torch.cuda.synchronize(1)
+    assert int((target + 1).sum()) == 1 << 20, "the GPU works on"
+
+
+def test_a_cupy_group_whose_other_member_never_comes_is_given_up(nursery: Nursery) -> None:
+    if not two_gpus():
+        return
+    sender = nursery.start(devices.uuid_of(0), SETTINGS, soon())
+    port = sender.call("listen", nccl.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
+    started = time.monotonic()
+    with pytest.raises(TransferError):
+        nccl.join(nccl.Join("nobody", "127.0.0.1", port, 1, 2, "cupy", 3.0), torch.device("cuda", 1), in_engine=True)
+    assert time.monotonic() - started < 10
+    sender.kill()
 
 
 def test_a_sender_killed_in_the_middle_is_given_up_by_the_deadline_and_a_new_group_works(nursery: Nursery) -> None:

@@ -67,6 +67,7 @@ class CupyGroup:
         communicator = self._alive()
         try:
             with torch.cuda.device(self.device):
+                self._stream.wait_stream(torch.cuda.current_stream(self.device))
                 nccl.groupStart()
                 for peer, tensor in sends:
                     communicator.send(*self._what(tensor), peer, self._stream.cuda_stream)
