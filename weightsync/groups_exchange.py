@@ -35,7 +35,8 @@ class ExchangeGroup(EngineGroup):
         every = sorted(set(places.values()))
         super().__init__(link, fanout, nodes, every)
         self._sender_of = {rank: every.index(place) for rank, place in places.items()}
-        self._chunk_bytes = max(1, (config.bucket_bytes or BUCKET_BYTES) // self.info.tp_size)
+        most_peers = max(self.info.tp_size, len(every))  # two chunks each: no end takes more than two buckets
+        self._chunk_bytes = max(1, (config.bucket_bytes or BUCKET_BYTES) // most_peers)
         self._loads: list[Load] = []
         self._loaded_into: list[SenderLike] = []
         self.shared = Shared({}, {})

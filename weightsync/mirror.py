@@ -102,8 +102,9 @@ class MirroredWorkers(Workers):
         return {rank: index % len(self._receivers) for index, rank in enumerate(self.ranks)}
 
     def _chunk_bytes(self) -> int:
-        """Two of these at each end make one bucket."""
-        return max(1, (self._config.bucket_bytes or BUCKET_BYTES) // 2)
+        """Two from each rank that a receiver hears make one bucket."""
+        heard = -(-len(self.ranks) // len(self._receivers))
+        return max(1, (self._config.bucket_bytes or BUCKET_BYTES) // (2 * heard))
 
 
 def _receiving_devices(trainers: list[str]) -> list[str]:
