@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Protocol
 
 from weightsync.config import Config
@@ -35,6 +36,7 @@ class InProcess:
             self._session = Session(config, trainer=TRAINERS[config.pair])
         finally:
             sglang.RECEIVER_LOADER = loader
+        gc.freeze()  # as the actor's process does
 
     def push(self, step: int) -> SyncReport:
         return self._session.push(PushRequest(step=step))

@@ -176,6 +176,7 @@ class Bench:
             "notes": reports[-1].notes,
             "connect_s": connected_s,
             "first_push_s": first.seconds,
+            "pushes_s": [r.seconds | {f"trainer {k}": s for k, s in r.trainer_seconds.items()} for r in reports],
             "engine_s": [median_seconds([r.engines[i].seconds for r in reports]) for i in range(len(self.urls))],
             "moved_bytes": reports[-1].num_bytes,
         }

@@ -72,6 +72,7 @@ class Push:
         self._deadline = deadline
         self._cleanup_s = min(CLEANUP_S, deadline.timeout_s / 4)
         self._seconds: dict[str, float] = {}
+        self._trainer_seconds: dict[str, float] = {}
         self._phase = ""
         self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
         self._notes: list[str] = []
@@ -127,6 +128,7 @@ class Push:
             published = self._workers.publish(self.step, self._regions, self._deadline)
         finally:
             answers = attached.result()
+        self._trainer_seconds["publish"] = max(p.seconds for p in published.values())
         gone = [link for link, answer in zip(self._links, answers, strict=True) if answer is not True]
         if gone:
             raise EnginesGone(gone)
@@ -190,6 +192,7 @@ class Push:
             sealing = self._start_sealing()
         read = self._fanout.each(self._read_back, self._links) if self._verifies else [[] for _ in self._links]
         answers = sealing.result()
+        self._trainer_seconds["verify"] = max(answer.seconds for answer in answers.values())
         rewritten = [rank for rank, answer in answers.items() if answer.fingerprints != answer.published]
         if rewritten:
             raise TransferError(
@@ -300,6 +303,7 @@ class Push:
             num_tensors=self._plan.summary().num_tensors,
             num_bytes=sum(e.num_bytes for e in engines if e.state == "serving"),
             seconds=self._seconds,
+            trainer_seconds=self._trainer_seconds,
             verified=all(link.progress.verified for link in self._links),
             engines=engines,
             notes=[*(note for link in self._involved for note in link.notes), *self._notes],

@@ -276,7 +276,8 @@ class SyncReport(Struct):
     """What a push did. ``seconds``: wall time of publish, pause, begin, move, verify, commit, continue and the total.
 
     ``verified`` is true only if every engine's live memory was fingerprinted and matched; ``notes`` says why not, why
-    a route was chosen, and what was published through an arena.
+    a route was chosen, and what was published through an arena. ``trainer_seconds``: of publish and verify, what the
+    slowest training rank took for its part.
     """
 
     step: int
@@ -288,6 +289,7 @@ class SyncReport(Struct):
     verified: bool
     engines: list[EngineReport]
     notes: list[str] = []
+    trainer_seconds: dict[str, float] = {}
 
     def to_dict(self) -> dict[str, object]:
         """The report as plain dicts, lists, strings and numbers, ready for JSON."""

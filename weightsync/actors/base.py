@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -45,6 +46,7 @@ class WeightSyncActor:
             self._session = Session(self._config, trainer=self.trainer)
         except WeightSyncError as e:
             return b"error", msgspec.msgpack.encode(e.to_wire())
+        gc.freeze()  # what is here stays: a collection that walked through it would stop a push for tens of ms
         self._dispatcher = Dispatcher(self._session)
         return b"ok", msgspec.msgpack.encode(None)
 

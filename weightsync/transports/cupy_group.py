@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import cupy
 import torch
 from cupy.cuda import nccl
 from torch.distributed import PrefixStore, TCPStore
@@ -46,7 +47,7 @@ class CupyGroup:
             try:
                 with torch.cuda.device(device):
                     outcome.append(nccl.NcclCommunicator(world_size, unique_id, rank))
-            except (RuntimeError, nccl.NcclError) as e:
+            except (RuntimeError, TypeError, nccl.NcclError) as e:
                 outcome.append(e)
 
         making = threading.Thread(target=make, name="weightsync-nccl", daemon=True)
@@ -112,13 +113,14 @@ class CupyGroup:
         return self._communicator
 
 
-def _exchange_id(store: PrefixStore, rank: int, name: str) -> tuple[int, ...]:
-    """The first rank makes it; the others read it from the rendezvous."""
+def _exchange_id(store: PrefixStore, rank: int, name: str) -> bytes | tuple[int, ...]:
+    """The first rank makes it; the others read it from the rendezvous. Bytes from CuPy 14 on, before that integers."""
     try:
         if rank == 0:
             unique_id = nccl.get_unique_id()
             store.set(_KEY, ",".join(map(str, unique_id)))
             return unique_id
-        return tuple(int(part) for part in store.get(_KEY).decode().split(","))
+        read = [int(part) for part in store.get(_KEY).decode().split(",")]
     except (RuntimeError, nccl.NcclError) as e:
         raise TransferError(f"group {name}: no unique id: {str(e).splitlines()[0]}") from e
+    return bytes(read) if int(cupy.__version__.split(".")[0]) >= 14 else tuple(read)
