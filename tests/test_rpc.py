@@ -348,7 +348,20 @@ def kernel_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def test_a_client_knows_without_asking_whether_the_server_is_there(target):
+    server = Server(target)
+    client = Client(server.address)
+    assert not client.is_connected(), "nobody has called yet"
+    client.call("nothing", deadline=soon())
+    assert client.is_connected()
+    server.close()
+    until(lambda: not client.is_connected())
+    client.close()
+
+
 def test_nothing_is_left_after_close(target):
+    before = set(threading.enumerate())
+
     def round_trip() -> None:
         server = Server(target)
         client = Client(server.address)
@@ -360,7 +373,7 @@ def test_nothing_is_left_after_close(target):
         client.close()
         server.close()
         server.close()
-        until(lambda: not [t for t in threading.enumerate() if t.name.startswith("weightsync-rpc")])
+        until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("weightsync-rpc")])
         target.gate.clear()  # only now: a worker that comes to ``hold`` late would wait for ever
 
     round_trip()

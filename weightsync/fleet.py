@@ -103,6 +103,7 @@ class EngineLink:
         self._receivers: list[Client] = []
         self._waiting = Fanout("results")
         self._boot_ids: list[str] = []
+        self._is_sure = False  # that nothing happened since its receivers last answered as they should
         self._session = ""
         self._plan_id = ""
 
@@ -156,7 +157,17 @@ class EngineLink:
             fanout.close()
 
     def is_attached(self) -> bool:
-        """True while it is the process that was attached. A stock engine is known by its weight version only."""
+        """True while it is the process that was attached. A stock engine is known by its weight version only.
+
+        As long as nothing failed, connections that stand tell enough: an answer would wait for the engine's event loop,
+        which takes 2 ms as a rule and 50 now and then.
+        """
+        if self._receivers and self._is_sure and all(receiver.is_connected() for receiver in self._receivers):
+            return True
+        self._is_sure = self._answers()
+        return self._is_sure
+
+    def _answers(self) -> bool:
         deadline = Deadline(PING_S, f"asking the receivers of {self.url}")
         try:
             if not self._receivers:
@@ -224,7 +235,7 @@ class EngineLink:
             )
             for _ in self._receivers
         ]
-        before, self.progress.applied = self.progress.applied, True
+        before, self.progress.applied, self._is_sure = self.progress.applied, True, False
         ends = [self._waiting.submit(lambda r=r: self._result(r, push_id, deadline)) for r in self._receivers]
 
         def look(_: Future) -> None:
@@ -246,6 +257,7 @@ class EngineLink:
         for rank, result in enumerate(results):
             if not result.ok:
                 raise wire.pull_error(result, engine=self.url, rank=rank)
+        self._is_sure = True
         found = [r.fingerprints for r in results if r.fingerprints is not None]
         self.progress.fingerprints = found if len(found) == len(results) else []
         self.progress.num_bytes = sum(r.num_bytes for r in results)
@@ -255,7 +267,10 @@ class EngineLink:
         """By TP rank, one fingerprint a need, of the engine's live memory: as the pull found it, or asked for now."""
         if self.progress.fingerprints:
             return self.progress.fingerprints
-        return [r.call("verify", deadline=deadline, returns=list[int]) for r in self._receivers]
+        was_sure, self._is_sure = self._is_sure, False
+        read = [r.call("verify", deadline=deadline, returns=list[int]) for r in self._receivers]
+        self._is_sure = was_sure
+        return read
 
     def release(self, release: Release, deadline: Deadline) -> None:
         """Tell every rank that a round of its pull may begin."""

@@ -203,6 +203,11 @@ class Client:
         except msgspec.MsgspecError as e:
             raise TransferError(f"{self.what}: {method}: an answer that is not as expected: {e}") from e
 
+    def is_connected(self) -> bool:
+        """Whether a connection of an earlier call stands. Asks nobody; a process that ended has closed it."""
+        with self._lock:
+            return any(not link.dropped() for link in self._idle)
+
     def close(self) -> None:
         """Close the connections; calls under way end with ``lost``. Idempotent."""
         with self._lock:
