@@ -88,7 +88,7 @@ class FakeLink:
         self.url = url
         self.client = FakeClient(url, faults)
         self.state, self.version, self.error, self.held = "serving", "old", "", False
-        self.memory, self.notes = 1, []
+        self.memory, self.notes, self.had_requests = 1, [], False
         self.start_push()
 
     def start_push(self, landed=lambda: None):
@@ -327,12 +327,21 @@ def test_without_pausing_a_half_written_engine_is_paused_to_fence_it():
 
 
 @pytest.mark.parametrize(("pause", "drained"), [("abort", ["drain"]), ("retract", []), ("in_place", [])])
-def test_only_engines_with_requests_in_flight_are_drained_before_an_abort(pause, drained):
+def test_engines_whose_last_pause_waited_for_requests_are_drained_before_an_abort(pause, drained):
     links = three()
-    links[1].client.requests = 5
+    links[1].had_requests = links[2].had_requests = True
+    links[0].client.requests = links[1].client.requests = 5
     push(links, pause=pause).run()
     before_pause = [link.client.calls[: link.client.calls.index("pause")] for link in links]
     assert before_pause == [[], drained, []]
+    assert [link.had_requests for link in links] == [False, bool(drained), False]
+
+
+def test_a_pause_that_took_long_is_remembered(monkeypatch):
+    links = three()
+    monkeypatch.setattr("weightsync.push.SLOW_PAUSE_S", -1.0)
+    push(links).run()
+    assert all(link.had_requests for link in links)
 
 
 def test_refused_flush_waits_only_when_configured_to():

@@ -98,6 +98,7 @@ class EngineLink:
         self.layouts: list[Layout] = []
         self.state, self.version, self.error = "serving", "", ""
         self.held = False
+        self.had_requests = False  # in flight at the last pause, so that it took a second
         self.notes: list[str] = []
         self.progress = Progress()
         self._receivers: list[Client] = []
@@ -220,23 +221,49 @@ class EngineLink:
 
     def pull(self, push_id: str, step: int, deadline: Deadline) -> None:
         """Have every TP rank pull its slices. Sets ``progress.applied`` to what the receivers themselves say."""
-        full = self.held or self.state != "serving"
-        payloads = [
-            wire.payload(
-                wire.Pull(
-                    session=self._session,
-                    push_id=push_id,
-                    plan_id=self._plan_id,
-                    step=step,
-                    full=full,
-                    timeout_s=deadline.remaining_s(),
-                    verify=self._config.verify == "fingerprint" and self.ends_by_itself,
-                )
-            )
-            for _ in self._receivers
-        ]
-        before, self.progress.applied, self._is_sure = self.progress.applied, True, False
-        ends = [self._waiting.submit(lambda r=r: self._result(r, push_id, deadline)) for r in self._receivers]
+        command = wire.Pull(
+            session=self._session,
+            push_id=push_id,
+            plan_id=self._plan_id,
+            step=step,
+            full=self.held or self.state != "serving",
+            timeout_s=deadline.remaining_s(),
+            verify=self._config.verify == "fingerprint" and self.ends_by_itself,
+        )
+        before, self.progress.applied = self.progress.applied, True
+        try:
+            results = self._run(command, deadline)
+        except WeightSyncError:
+            self.progress.applied = before or not self._revoke(push_id)
+            raise
+        self.progress.applied = before or any(r.applied for r in results)
+        self._check(results)
+        self.progress.num_bytes = sum(r.num_bytes for r in results)
+        self.progress.seconds = {"pull": max(r.seconds for r in results)}
+
+    def fingerprints(self, deadline: Deadline) -> list[list[int]]:
+        """By TP rank, one fingerprint a need, of the engine's live memory: as the pull found it, or asked for now."""
+        if not self.progress.fingerprints and self.ends_by_itself:
+            nothing = wire.Pull(
+                session=self._session,
+                push_id=secrets.token_hex(8),
+                plan_id=self._plan_id,
+                step=-1,
+                timeout_s=deadline.remaining_s(),
+                verify=True,
+            )  # after a route that did the copying itself; in the event loop no thread has to wait for it
+            self._check(self._run(nothing, deadline))
+        if self.progress.fingerprints:
+            return self.progress.fingerprints
+        was_sure, self._is_sure = self._is_sure, False
+        read = [r.call("verify", deadline=deadline, returns=list[int]) for r in self._receivers]
+        self._is_sure = was_sure
+        return read
+
+    def _run(self, command: wire.Pull, deadline: Deadline) -> list[wire.PullResult]:
+        """Give every rank the command; what became of it, by rank. Tells ``progress.landed`` once all are done."""
+        self._is_sure = False
+        ends = [self._waiting.submit(lambda r=r: self._result(r, command.push_id, deadline)) for r in self._receivers]
 
         def look(_: Future) -> None:
             if all(end.done() and not end.exception() and end.result().ok for end in ends):
@@ -244,33 +271,19 @@ class EngineLink:
 
         for end in ends:
             end.add_done_callback(look)
-        try:
-            self.client.update(payloads, wire.LOADER, deadline)
-        except WeightSyncError:
-            self.progress.applied = before or not self._revoke(push_id)
-            raise
-        results = [
-            early if early.ended else self._result(receiver, push_id, deadline)
+        self.client.update([wire.payload(command)] * len(self._receivers), wire.LOADER, deadline)
+        return [
+            early if early.ended else self._result(receiver, command.push_id, deadline)
             for receiver, early in zip(self._receivers, [end.result() for end in ends], strict=True)
         ]
-        self.progress.applied = before or any(r.applied for r in results)
+
+    def _check(self, results: list[wire.PullResult]) -> None:
         for rank, result in enumerate(results):
             if not result.ok:
                 raise wire.pull_error(result, engine=self.url, rank=rank)
         self._is_sure = True
         found = [r.fingerprints for r in results if r.fingerprints is not None]
         self.progress.fingerprints = found if len(found) == len(results) else []
-        self.progress.num_bytes = sum(r.num_bytes for r in results)
-        self.progress.seconds = {"pull": max(r.seconds for r in results)}
-
-    def fingerprints(self, deadline: Deadline) -> list[list[int]]:
-        """By TP rank, one fingerprint a need, of the engine's live memory: as the pull found it, or asked for now."""
-        if self.progress.fingerprints:
-            return self.progress.fingerprints
-        was_sure, self._is_sure = self._is_sure, False
-        read = [r.call("verify", deadline=deadline, returns=list[int]) for r in self._receivers]
-        self._is_sure = was_sure
-        return read
 
     def release(self, release: Release, deadline: Deadline) -> None:
         """Tell every rank that a round of its pull may begin."""

@@ -30,7 +30,7 @@ from weightsync.workers import Workers
 
 PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
 CLEANUP_S = 5.0
-COUNT_S = 1.0
+SLOW_PAUSE_S = 0.5
 
 
 class SourcesMoved(Exception):
@@ -76,7 +76,6 @@ class Push:
         self._phase = ""
         self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
         self._notes: list[str] = []
-        self._requests: dict[str, Future[int]] = {}
         self._landing = threading.Lock()
         self._landed: set[str] = set()
         self._sealing: Future[dict[int, Sealed]] | None = None
@@ -121,8 +120,6 @@ class Push:
     # ------------------------------------------------------------------------------------------------- phases
 
     def _publish(self) -> None:
-        if self._config.pause == "abort":
-            self._requests = {link.url: self._count(link) for link in self._links}
         attached = self._fanout.submit(lambda: self._fanout.each(lambda link: link.is_attached(), self._links))
         try:
             published = self._workers.publish(self.step, self._regions, self._deadline)
@@ -136,27 +133,26 @@ class Push:
         if moved:
             raise SourcesMoved(f"training ranks {moved} moved their memory")
 
-    def _count(self, link: EngineLink) -> Future[int]:
-        """Requests in flight, asked while the trainer publishes. 0 if the engine does not say: pausing will tell."""
-
-        def ask() -> int:
-            with suppress(WeightSyncError):
-                return link.client.num_requests(Deadline(COUNT_S, "counting requests"))
-            return 0
-
-        return self._fanout.submit(ask)
-
     def _pause(self, link: EngineLink) -> None:
-        num_requests = self._requests[link.url].result() if link.url in self._requests else 0
         link.progress.paused = True  # before the call: one that times out may still take effect
-        if num_requests:
-            link.client.drain(num_requests, self._deadline)
+        drained = self._drain(link)
+        started = time.perf_counter()
         if self._config.pause != "none":
             link.client.pause(self._config.pause, self._deadline)
+        link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
         if self._config.pause == "in_place":
             self._notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
         else:
             link.client.flush(self._deadline, wait=self._config.on_flush_refused == "wait")
+
+    def _drain(self, link: EngineLink) -> bool:
+        """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""
+        if self._config.pause != "abort" or not link.had_requests:
+            return False
+        num_requests = link.client.num_requests(self._deadline)
+        if num_requests:
+            link.client.drain(num_requests, self._deadline)
+        return bool(num_requests)
 
     def _begin(self, link: EngineLink) -> None:
         link.progress.began = True
