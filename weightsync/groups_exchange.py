@@ -75,7 +75,7 @@ class ExchangeGroup(EngineGroup):
         """Have the receivers leave, and end the senders."""
         if self._joined:
             deadline = Deadline(CLOSE_S, "leaving the group")
-            quietly(lambda: self.link.call_receivers("leave", None, deadline))
+            quietly(lambda: self.link.receivers.call("leave", None, deadline))
         self.give_up()
 
     def _install(self, plan_id: str, plan: RankPlan, shards: dict[int, list[Shard]]) -> wire.Install:
@@ -125,5 +125,5 @@ class ExchangeGroup(EngineGroup):
             self._join_senders(spec, deadline)
             self._fanout.all(lambda s: s.call("greet", greet, deadline=deadline), self._senders)
 
-        together(lambda: self.link.call_receivers("join", requests, deadline), act, self.give_up)
+        together(lambda: self.link.receivers.call("join", requests, deadline), act, self.give_up)
         self._joined = True

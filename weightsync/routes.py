@@ -103,7 +103,7 @@ class PullRoute:
     def _conductor(self, push_id: str, step: int, links: list[EngineLink], deadline: Deadline) -> Conductor:
         return Conductor(
             push_id,
-            {link.url: link for link in links},
+            {link.url: link.receivers for link in links},
             num_rounds=max((self._num_rounds[link.url] for link in links), default=0),
             num_parts=self._num_parts,
             fill=lambda number: self._workers.fill(step, number, deadline),
@@ -169,7 +169,7 @@ _CONTEXT = ": a context "
 
 def _note_contexts(link: EngineLink, relays: dict[tuple[str, int], Relay], deadline: Deadline) -> None:
     """Say in the engine's notes which contexts reading peers' memory has made, each some hundred MB of a GPU."""
-    found = link.contexts(deadline)
+    found = link.receivers.contexts(deadline)
     if any(url == link.url for url, _ in relays):
         found += [f"the actor, which relays: {text}" for text in contexts_elsewhere("")]
     link.notes = [note for note in link.notes if _CONTEXT not in note] + found

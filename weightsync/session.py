@@ -11,7 +11,8 @@ from weightsync.config import Config, EngineConfig
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, StaleVersion, TransferError, WeightSyncError
 from weightsync.fanout import Fanout
-from weightsync.fleet import Doorbell, EngineLink, Inbox, lost
+from weightsync.fleet import EngineLink, lost
+from weightsync.inbox import Doorbell, Inbox
 from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
 from weightsync.push import EnginesGone, Push, SourcesMoved
 from weightsync.routes import PullRoute, Route, refuse_rounds

@@ -34,7 +34,7 @@ def test_a_poisoned_engine_says_after_a_push_what_a_fresh_load_says(
         other = log_probabilities(url, words)
         assert other != servers.fresh(kind), "the two seeds cannot be told apart"
         one.link.client.pause("abort", soon)
-        one.link.call_receivers("poison", None, soon)
+        one.link.receivers.call("poison", None, soon)
         one.train(BOOT_SEED)
         with pytest.raises(VerifyMismatch, match=r"constant|no push writes") as caught:
             one.push_again()  # a push of weights alone leaves the rotary cache poisoned, and says so

@@ -16,7 +16,7 @@ from weightsync.deadline import Deadline
 from weightsync.demo_model import weights
 from weightsync.engines.sglang import SglangEngine
 from weightsync.fingerprint import fingerprint
-from weightsync.fleet import Doorbell, Inbox
+from weightsync.inbox import Doorbell, Inbox
 from weightsync.rpc import Client, Server
 from weightsync.spec import Copy, Layout, RankPlan, Shard, TensorSpec, View
 from weightsync.transports import shm
