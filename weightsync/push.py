@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import msgspec
 
@@ -89,7 +90,7 @@ class Push:
         """The main path. Raises a WeightSyncError whose ``report`` says what state each engine is in."""
         started = time.perf_counter()
         for link in self._links:
-            link.start_push(landed=lambda link=link: self._on_landed(link))
+            link.start_push(landed=partial(self._on_landed, link))
         try:
             with self._timed("publish"):
                 self._publish()
@@ -111,9 +112,9 @@ class Push:
             self._abandon(error)
             raise
         except Exception as e:  # a fault of ours must not leave an engine paused that could serve
-            error = TransferError(f"{type(e).__name__}: {e}")
-            self._abandon(error)
-            raise error from e
+            fault = TransferError(f"{type(e).__name__}: {e}")
+            self._abandon(fault)
+            raise fault from e
         self._seconds["total"] = time.perf_counter() - started
         return self._report()
 

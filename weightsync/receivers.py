@@ -10,6 +10,7 @@ import contextlib
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 
@@ -121,7 +122,7 @@ class Receivers:
             verify=verify,
         )
         self._is_sure = False
-        ends = [self._waiting.submit(lambda r=r: self._result(r, push_id, deadline)) for r in self._ranks]
+        ends = [self._waiting.submit(partial(self._result, r, push_id, deadline)) for r in self._ranks]
 
         def look(_: Future) -> None:
             if all(end.done() and not end.exception() and end.result().ok for end in ends):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -175,6 +176,11 @@ def _note_contexts(link: EngineLink, relays: dict[tuple[str, int], Relay], deadl
     link.notes = [note for note in link.notes if _CONTEXT not in note] + found
 
 
+def _round_of(relay: Relay | None, exports: dict[int, Export], copy: Copy) -> int:
+    """In which round what a copy reads is there."""
+    return relay.round_of(copy) if relay is not None and copy.rank == RELAY_RANK else round_of(copy, exports)
+
+
 def _close(relays: dict[tuple[str, int], Relay]) -> None:
     for relay in relays.values():
         relay.close()
@@ -208,7 +214,7 @@ def install_plan(
             own, counts = _by_round(
                 relay.plan if relay else plan.rank_plan(link.url, layout.rank),
                 num_rounds.get(link.url, 0),
-                lambda copy, relay=relay: relay.round_of(copy) if copy.rank == RELAY_RANK else round_of(copy, exports),
+                partial(_round_of, relay, exports),
             )
             installs.append(
                 wire.Install(
