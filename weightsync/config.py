@@ -83,7 +83,8 @@ class Config(Struct):
     flushed because requests wait. ``on_engine_failure``: ``raise`` fails the push, ``exclude`` goes on with the others.
     ``constants``: patterns of engine parameters that no trainer tensor feeds and no push writes; ``leave_out``:
     patterns of trainer tensors that no engine gets. ``envs``: by environment name, e.g. ``sgl_dtensor_v2``.
-    ``bucket_bytes``: of one bucket; None: by what the GPU has free, and BUCKET_BYTES in host memory and over NCCL.
+    ``bucket_bytes``: of one bucket; None: by what the GPU has free; BUCKET_BYTES in host memory, and over NCCL too,
+    but for broadcasts to stock engines, of 1 GiB.
     """
 
     pair: Literal["sgl_dtensor_v2", "sgl_megatron"]

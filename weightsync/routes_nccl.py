@@ -33,6 +33,10 @@ from weightsync.workers import Workers
 
 GATHER_SHARE = 8
 """Of a bucket: what its parts from other nodes may take on the way, twice, at both ends."""
+
+BROADCAST_BYTES = 1 << 30
+"""Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that."""
+
 MIN_STALL_S = 5.0
 STALL_SHARE = 0.25
 """Of the push's time: what one bucket may take before its engine counts as stalled, so that the others still finish."""
@@ -196,8 +200,7 @@ class BroadcastRoute(BucketRoute):
             places = [Place("", self._device()), *remote]
             self._gather = GatherGroup(self._groups_fanout, self._nodes, places, like=like)
             arenas = [_segment(arena) for arena in self._arenas]
-            bucket_bytes = self._config.bucket_bytes or BUCKET_BYTES
-            chunk_bytes = max(1, bucket_bytes // (GATHER_SHARE * len(remote)))
+            chunk_bytes = max(1, self._bucket_bytes // (GATHER_SHARE * len(remote)))
             wanted = [gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)]
             self._gather.install(*to_gather(wanted, self._places, remote, exports, arenas, chunk_bytes))
             self._gather.started(deadline)
@@ -231,7 +234,11 @@ class BroadcastRoute(BucketRoute):
         group.ready(_segment(self._arenas[0]), _within(deadline))
 
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
-        return bucket.without_gaps(tensors, self._config.bucket_bytes or BUCKET_BYTES)
+        return bucket.without_gaps(tensors, self._bucket_bytes)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self._config.bucket_bytes or (BROADCAST_BYTES if self._device() else BUCKET_BYTES)
 
     def _new_arena(self, nbytes: int, exports: dict[int, Export]) -> Memory:
         device = self._device()
