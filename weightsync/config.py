@@ -53,7 +53,7 @@ class EngineConfig(Struct):
 
 
 class PlacementConfig(Struct):
-    """Which node, under Ray: one with these custom ``resources`` and these node ``labels``. Neither: see ``placing``."""
+    """Which node, under Ray: with these custom ``resources`` and these node ``labels``. Neither: see ``placing``."""
 
     resources: dict[str, float] = {}
     labels: dict[str, str] = {}
