@@ -55,3 +55,19 @@ def test_an_error_is_one_line_and_status_1(served):
 def test_without_an_address_or_a_configuration_it_says_what_to_give():
     status, text = run("push", "1")
     assert status == 1 and "--connect" in text
+
+
+def test_a_file_that_is_not_there_is_named_in_one_line(tmp_path):
+    (tmp_path / "config.yaml").write_text("pair: sgl_dtensor_v2\nengines: [{url: 'http://127.0.0.1:1'}]\n")
+    status, text = run("plan", str(tmp_path / "config.yaml"), "--publishers", str(tmp_path / "gone"))
+    assert status == 1
+    assert "gone: No such file or directory" in " ".join(text.split()) and "Traceback" not in text
+
+
+@pytest.mark.parametrize(("given", "missing"), [("engines: []", "no engines"), ("publishers: []", "no publishers")])
+def test_nothing_is_started_without_both_sides(tmp_path, given, missing):
+    both = {"engines": "engines: [{url: 'http://127.0.0.1:1'}]", "publishers": "publishers: ['tcp://127.0.0.1:1#a']"}
+    both[given.partition(":")[0]] = given
+    (tmp_path / "config.yaml").write_text("\n".join(["pair: sgl_dtensor_v2", *both.values()]))
+    status, text = run("plan", str(tmp_path / "config.yaml"))
+    assert (status, missing in text) == (1, True), text

@@ -188,7 +188,10 @@ def _session(config: Path | None, publishers: Path | None, address: str) -> Weig
     if config is None:
         raise ConfigError("give a configuration, or --connect with the address of a served actor")
     loaded = load_config(config)
-    listed = publishers.read_text().split() if publishers else loaded.publishers
+    try:
+        listed = publishers.read_text().split() if publishers else loaded.publishers
+    except OSError as e:
+        raise ConfigError(f"--publishers {publishers}: {e.strerror}") from e
     return weightsync.launch(loaded, publishers=listed)
 
 

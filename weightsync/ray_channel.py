@@ -42,6 +42,17 @@ def _as_task(pair: str, config: bytes, driver: dict[str, str], timeout_s: float)
     return b"ok", msgspec.msgpack.encode(found, enc_hook=str)
 
 
+def start_ray(**options: Any) -> None:
+    """Start Ray on this machine, quietly. Raises EnvError in a line where Ray itself would fill a page."""
+    import ray
+
+    try:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning", **options)
+    except Exception as e:  # of several kinds, Ray's and Python's
+        said = str(e).strip().splitlines() or [type(e).__name__]
+        raise EnvError(f"Ray did not start: {said[0]}") from e
+
+
 class RayChannel:
     """Starts the actor of ``config.pair`` and connects it. Raises EnvError or whatever its connecting raised."""
 
@@ -56,7 +67,7 @@ class RayChannel:
         here = self._here() if alone else None  # before Ray starts: it may have to be built first
         if alone:
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+            start_ray()
         try:
             self._start(here)
         except BaseException:

@@ -25,6 +25,7 @@ from weightsync.config import load_config
 from weightsync.demo.casts import CASTS, Cast
 from weightsync.engines.local import LocalEngine, free_port
 from weightsync.errors import EngineRejected, VerifyMismatch
+from weightsync.ray_channel import start_ray
 
 PROMPT = "What do you say?"
 SENTENCE = " New weights arrive after every step."
@@ -149,7 +150,7 @@ def _trainers(cast: Cast, model: Path, console: Console) -> Iterator[list[_Train
 
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     if not ray.is_initialized():
-        ray.init(num_cpus=WORLD_SIZE, include_dashboard=False, log_to_driver=False, logging_level="warning")
+        start_ray(num_cpus=WORLD_SIZE)
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
     runtime_env = envs.runtime_env(envs.resolve(cast.env))
     trainer_class = getattr(importlib.import_module(cast.module), cast.name)
