@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -63,6 +64,8 @@ class FakeClient:
 
     def end(self, deadline):
         self._call("end")
+        if not self.session_open:
+            raise EngineRejected("no weight-update session is open")
         self.session_open = False
 
     def stamp(self, version, deadline):
@@ -153,8 +156,8 @@ class FakePlan:
         return type("Summary", (), {"num_tensors": 1})()
 
 
-def push(links, *, route=None, workers=None, **config) -> Push:
-    fanout = Fanout("test")
+def push(links, *, route=None, workers=None, threads=64, **config) -> Push:
+    fanout = Fanout("test", workers=threads)
     return Push(
         5,
         config=load_config({"pair": "sgl_dtensor_v2", **config}),
@@ -310,6 +313,35 @@ def test_a_fenced_engine_is_healed_by_the_next_push_and_not_resumed_by_a_failed_
     link.client.faults = {}
     assert push([link]).run().engines[0].state == "serving"
     assert not link.client.paused and not link.held
+
+
+def test_a_healed_engine_whose_last_resume_fails_is_resumed_and_not_left_held():
+    link = FakeLink("http://a", move=EngineLost("dropped"))
+    with pytest.raises(EngineLost):
+        push([link]).run()
+    link.client.faults = {}
+    resume, answers = link.client.resume, iter([TransferTimeout("silence")])
+
+    def slow_once(deadline):
+        for error in answers:
+            raise error
+        resume(deadline)
+
+    link.client.resume = slow_once
+    with pytest.raises(TransferTimeout):
+        push([link]).run()
+    assert (link.state, link.version) == ("serving", "5")
+    assert not link.client.paused and not link.held
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_there_may_be_more_engines_than_threads(threads):
+    links = three()
+    done = threading.Thread(target=push(links, threads=threads).run, daemon=True)
+    done.start()
+    done.join(10)
+    assert not done.is_alive()
+    assert [(link.version, link.client.paused) for link in links] == [("5", False)] * 3
 
 
 def test_an_engine_that_cannot_be_released_is_lost_or_fenced_never_forgotten():

@@ -21,7 +21,7 @@ import msgspec
 
 from weightsync.config import Config
 from weightsync.deadline import Deadline
-from weightsync.errors import EngineLost, TransferError, VerifyMismatch, WeightSyncError
+from weightsync.errors import EngineLost, EngineRejected, TransferError, VerifyMismatch, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan
@@ -105,7 +105,7 @@ class Push:
             with self._timed("commit"):
                 self._each(self._commit)
             with self._timed("continue"):
-                self._each(self._continue)
+                self._continue()
         except (SourcesMoved, EnginesGone):
             raise  # nothing was paused yet
         except WeightSyncError as error:
@@ -231,12 +231,21 @@ class Push:
         link.progress.committed = True
         link.version, link.state, link.error = str(self.step), "serving", ""
 
-    def _continue(self, link: EngineLink) -> None:
-        confirming = self._fanout.submit(lambda: link.client.confirm(str(self.step), self._deadline))
+    def _continue(self) -> None:
+        """Resume and confirm, all at once. No call waits for another: there may be more engines than threads."""
+        links = list(self._links)
+        confirming = self._fanout.submit(lambda: self._fanout.each(self._confirm, links))
+        resumed = self._fanout.each(self._resume, links)
+        confirmed = confirming.result()
+        self._settle_failures(links, [r or c for r, c in zip(resumed, confirmed, strict=True)])
+
+    def _resume(self, link: EngineLink) -> None:
         if self._config.pause != "none" or link.held:
             link.client.resume(self._deadline)
         link.held = False
-        confirming.result()
+
+    def _confirm(self, link: EngineLink) -> None:
+        link.client.confirm(str(self.step), self._deadline)
 
     # ----------------------------------------------------------------------------------------------- failures
 
@@ -272,9 +281,11 @@ class Push:
             return
         try:
             if link.progress.began:
-                link.client.end(deadline)
-            if link.progress.paused and not link.held:
+                with suppress(EngineRejected):  # it had not begun; one that was left open is closed by the next begin
+                    link.client.end(deadline)
+            if link.progress.paused and (link.progress.committed or not link.held):
                 link.client.resume(deadline)
+                link.held = False
         except EngineLost as e:
             link.state, link.error = "lost", link.error or str(e)
         except WeightSyncError as e:
