@@ -13,9 +13,9 @@ from tests.trainers.reading import Reading
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, PlanError, TransferError, TransferTimeout
 from weightsync.fingerprint import fingerprint
-from weightsync.publisher import ExportRequest, Publisher
+from weightsync.publisher import ExportRequest, Publisher, PublishRequest
 from weightsync.rpc import Client
-from weightsync.spec import Box, Description, SourceRegion, View
+from weightsync.spec import Box, Description, Published, SourceRegion, View
 from weightsync.transports import shm
 
 
@@ -139,6 +139,33 @@ def test_an_arena_stays_while_its_layout_does_and_changes_with_it(publisher, rea
     assert len(own_files()) == 1
     assert other.arena_bytes == other.segments[0].nbytes
     assert "arena" in other.notes[0]
+
+
+def test_another_layout_voids_what_was_exported_before(publisher, reading):
+    first = reading.export()[0]
+    assert reading.export()[0].generation == first.generation, "the same memory: nobody has to map it anew"
+    assert reading.export({"0.weight": "bfloat16"})[0].generation > first.generation
+    last = reading.export()[0]
+    publisher.step_done(1)
+    assert reading.publish(1)[0].generation == last.generation
+
+
+def test_what_could_not_be_exported_anew_is_void(publisher, reading):
+    first = reading.export()[0]
+    with pytest.raises(ConfigError):
+        reading.export({"0.weight": "float3"})
+    publisher.step_done(1)
+    assert reading.publish(1)[0].generation != first.generation
+
+
+def test_a_step_that_was_published_for_others_is_not_sealed(publisher, reading):
+    reading.export()
+    publisher.step_done(1)
+    reading.publish(1)
+    fewer = PublishRequest(step=1, regions=reading.regions(0)[:1], timeout_s=1.0)
+    reading.clients[0].call("publish", fewer, deadline=Deadline(5, "test"), returns=Published)
+    with pytest.raises(TransferError, match="for other engines"):
+        reading.seal(1)
 
 
 def test_in_place_of_host_memory_becomes_an_arena_and_says_why(publisher, reading):

@@ -33,6 +33,7 @@ class _Shown(NamedTuple):
     """What was published last. ``fingerprints`` waits for those of its regions, on which a GPU may still be at work."""
 
     step: int
+    regions: Sequence[SourceRegion]
     watch: Watch
     fingerprints: Callable[[], list[int]]
     num_filled: int = 1
@@ -118,7 +119,8 @@ class Offer:
             self._marks.check_open()
             held = self._reader.read()
             device = devices.uuid_of(self._device) if self._device is not None and transport != "shm" else ""
-            self._outlet = None
+            before, generation = self._outlet, self._generation
+            self._void()
             outlet = Outlet(
                 held,
                 transport=transport,
@@ -128,7 +130,9 @@ class Offer:
                 arena=self._take_arena(),
                 limit_bytes=arena_bytes,
             )
-            self._outlet, self._arena, self._shown, self._checks, self._fits = outlet, outlet.arena, None, None, -1
+            self._outlet, self._arena = outlet, outlet.arena
+            if before is not None and (before.segments, before.shards) == (outlet.segments, outlet.shards):
+                self._generation = generation  # whoever has it mapped reads the same
             return Export(
                 segments=outlet.segments,
                 shards=outlet.shards,
@@ -177,7 +181,7 @@ class Offer:
                         outlet.fill(held, number)
                     self._check_unwritten(step, watch.changed(Watch(Seen.of(held), self._steps)))
                 begun = self._begin_checks(outlet, held, regions) if regions else list
-                self._shown = _Shown(step, watch, begun, filled, now if outlet.arena is None else None)
+                self._shown = _Shown(step, regions, watch, begun, filled, now if outlet.arena is None else None)
             return Published(step, self._generation, time.perf_counter() - start)
 
     def fill(self, step: int, number: int) -> None:
@@ -205,6 +209,8 @@ class Offer:
             shown, reading = self._shown, self._reader.reading
             if shown is None or shown.step != step or self._outlet is None:
                 raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
+            if shown.regions != regions:
+                raise self._error(f"step {step} was published anew for other engines, before it was sealed for these")
             held = self._reader.read() if shown.seen is None else []
             changed = shown.watch.changed(Watch(shown.seen or Seen.of(held), self._steps))
             if held:
