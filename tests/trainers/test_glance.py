@@ -16,6 +16,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.publisher import Publisher, PublishRequest, SealRequest
 from weightsync.spec import Published, Sealed
+from weightsync.trainers import Seen
 from weightsync.trainers.dtensor_v2 import DTensorReader, reader
 
 
@@ -202,3 +203,32 @@ def test_a_mapping_is_glanced_at_too():
     assert seen is not None and [t.data_ptr() for t in seen.tensors] == [t.data_ptr() for t in tensors.values()]
     tensors["a"] = torch.zeros(2)
     assert source.glance() is None
+
+
+class ReadMeanwhile(dict):
+    """A mapping that is read by another thread, in another order, while it is looked into."""
+
+    def __iter__(self):
+        yield from list(super().__iter__())
+        if then := self.__dict__.pop("then", None):
+            then()
+
+
+@pytest.mark.parametrize("way", ["read", "glance"])
+def test_a_reading_by_another_thread_meanwhile_mixes_nothing_up(way):
+    a, b = torch.zeros(2), torch.ones(2)
+    tensors = ReadMeanwhile(a=a, b=b)
+    source = reader(tensors)
+    source.read()
+
+    def swap():
+        tensors["a"] = tensors.pop("a")
+        source.read()
+
+    tensors.then = swap
+    found = getattr(source, way)()
+    seen = Seen.of(found) if way == "read" else found
+    assert {n: t.data_ptr() for n, t in zip(seen.names, seen.tensors, strict=True)} == {
+        "a": a.data_ptr(),
+        "b": b.data_ptr(),
+    }

@@ -95,22 +95,26 @@ class DTensorReader:
         return []
 
     def read(self) -> list[Held]:
-        same = self._unchanged()
-        if same is None or self._last is None:
+        last = self._last
+        same = self._unchanged(last)
+        if same is None or last is None:
             return self._read()
-        return [_held(*found) for found in zip(self._last.entries, *same) if found[0].given]
+        return [_held(*found) for found in zip(last.entries, *same) if found[0].given]
 
     def glance(self) -> Seen | None:
-        same = self._unchanged()
-        if same is None or self._last is None:
+        last = self._last
+        same = self._unchanged(last)
+        if same is None or last is None:
             return None
         tensors, locals_ = same
-        count = len(self._last.names)
-        return Seen(self._last.names, locals_[:count], [*tensors[:count]])
+        count = len(last.names)
+        return Seen(last.names, locals_[:count], [*tensors[:count]])
 
-    def _unchanged(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """The tensors that the last read found, and this rank's part of each; None if anything is not as it was."""
-        last = self._last
+    def _unchanged(self, last: _Reading | None) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """The tensors that ``last`` found, and this rank's part of each; None if anything is not as it was.
+
+        Whoever calls goes on with that ``last``: another thread may read meanwhile.
+        """
         if last is None:
             return None
         traces, tensors = _walk(self._source)
