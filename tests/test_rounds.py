@@ -8,9 +8,11 @@ import time
 import pytest
 import torch
 
+from tests.fakes.engine import FakeEngine
+from tests.fakes.model import FakeModel
 from tests.test_session import World, assert_serves, engine, world  # noqa: F401 (world is a fixture)
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigError, TransferError
+from weightsync.errors import ConfigError, TransferError, VerifyMismatch
 from weightsync.offer import Offer
 from weightsync.rounds import Ask, Conductor, Gate, Release, in_rounds
 from weightsync.spec import Box, Copy, View
@@ -139,6 +141,25 @@ def test_an_arena_smaller_than_the_model_is_filled_in_rounds_and_verified(world,
     (export,) = one.session._exports.values()
     assert export.arena_bytes <= arena_bytes and max(export.rounds) >= 2 and export.num_parts == parts
     assert any("arena_bytes" in note and "rounds" in note for note in one.session.plan().notes)
+
+
+class Rotary(FakeModel):
+    """One with a constant, beside what is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rotary", torch.ones(4))
+
+
+def test_a_changed_constant_is_named_at_once_by_an_engine_that_reads_back_in_its_pull(world):  # noqa: F811
+    one = world(FakeEngine(version="0.5.12", models=[Rotary()], receiver=True), arena_bytes=400, timeout_s=8.0)
+    assert one.push(1).verified
+    one.engines[0].models[0].rotary[2] += 1
+    started = time.monotonic()
+    with pytest.raises(VerifyMismatch, match="rotary"):
+        one.push(2)
+    assert time.monotonic() - started < 6
+    assert one.push(3).verified
 
 
 def test_unverified_pushes_go_in_rounds_too(world):  # noqa: F811

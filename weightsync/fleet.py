@@ -24,6 +24,7 @@ class Progress:
     paused: bool = False
     began: bool = False
     applied: bool = False
+    pulled: bool = False
     committed: bool = False
     verified: bool = False
     num_bytes: int = 0
@@ -132,6 +133,7 @@ class EngineLink:
             raise
         self.progress.applied = before or any(r.applied for r in results)
         self._keep_fingerprints(results)
+        self.progress.pulled = True
         self.progress.num_bytes = sum(r.num_bytes for r in results)
         self.progress.seconds = {"pull": max(r.seconds for r in results)}
 
@@ -141,7 +143,7 @@ class EngineLink:
         After a route that did the copying itself the plan has nothing to copy, and running it reads back: in the event
         loop, where no thread has to wait for it. An engine with sessions takes no such call by then.
         """
-        if not self.progress.fingerprints and self.ends_by_itself:
+        if self.ends_by_itself and not self.progress.pulled:
             self._keep_fingerprints(self.receivers.pull(secrets.token_hex(8), -1, deadline, verify=True))
         return self.progress.fingerprints or self.receivers.verify(deadline)
 
