@@ -312,10 +312,55 @@ def test_an_engine_that_is_not_there_is_lost_at_once() -> None:
     client.close()
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:30000", "ftp://host", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:30000",
+        "ftp://host",
+        "http://",
+        "http://host:99999",
+        "http://host:x",
+        "http://hôte",
+        "http://[::1",
+    ],
+)
 def test_a_bad_url_is_a_configuration_error(url: str) -> None:
     with pytest.raises(ConfigError, match="engine URL"):
         SglangEngine(url, config=CONFIG)
+
+
+def test_a_name_that_no_host_can_have_is_an_engine_that_is_not_there() -> None:
+    client = SglangEngine("http://a..b:30000", config=CONFIG)
+    with pytest.raises(EngineLost, match="no connection"):
+        client.connect(soon())
+    client.close()
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "sécret", "sec\x00ret"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match="admin_api_key is not plain text") as caught:
+        SglangEngine("http://host", admin_api_key=key, config=CONFIG)
+    assert "cret" not in str(caught.value)
+
+
+def test_an_engine_by_an_ipv6_address_is_called_by_its_name_in_brackets() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        client = SglangEngine(f"http://[::1]:{port}", config=CONFIG)
+
+        def asked() -> None:
+            with pytest.raises(EngineLost):
+                client.resume(soon())
+
+        asking = threading.Thread(target=asked)
+        asking.start()
+        connection, _ = server.accept()
+        with connection:
+            head = connection.recv(4096)
+        asking.join()
+        client.close()
+    assert f"Host: [::1]:{port}\r\n".encode() in head
 
 
 def test_a_proxy_in_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

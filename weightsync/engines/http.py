@@ -7,6 +7,7 @@ as long as the answer.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpcore
 
@@ -33,6 +34,7 @@ class Http:
 
     def __init__(self, base_url: str) -> None:
         self._url = base_url
+        self._host = urlsplit(base_url).netloc.rpartition("@")[2]  # httpcore's own leaves the brackets of IPv6 out
         self._pool = httpcore.ConnectionPool(keepalive_expiry=KEEPALIVE_S, max_connections=None)
 
     def call(
@@ -45,11 +47,11 @@ class Http:
         doing = f"{method} {path}"
         where: dict[str, Any] = {"engine": self._url, "phase": phase}
         deadline.check(doing, **where, safe_to_retry=True)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Host": self._host} | ({"Authorization": f"Bearer {key}"} if key else {})
         headers |= {"Content-Type": "application/json"} if body is not None else {}
         try:
             return self._exchange(doing, headers, body, deadline)
-        except (httpcore.ConnectError, httpcore.ConnectTimeout) as e:
+        except (httpcore.ConnectError, httpcore.ConnectTimeout, UnicodeError) as e:  # UnicodeError: no name of a host
             tried = f"{doing} at {self._url}: no connection ({_reason(e)})"
             raise EngineLost(tried, **where, safe_to_retry=True) from e
         except (httpcore.TimeoutException, TimeoutError) as e:

@@ -10,6 +10,7 @@ import re
 import time
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -37,6 +38,10 @@ class SglangEngine:
         self.url = url.rstrip("/")
         if not re.match(r"https?://[^/]", self.url):
             raise ConfigError(f"engine URL must start with http:// or https:// and name a host, got {url!r}")
+        _check_url(self.url)
+        for name, key in (("api_key", api_key), ("admin_api_key", admin_api_key)):
+            if not (key.isascii() and key.isprintable() and key == key.strip()):
+                raise ConfigError(f"{name} is not plain text on one line, as a header wants it", engine=self.url)
         self._config = config
         self._keys = {"GET": api_key or admin_api_key, "POST": admin_api_key or api_key}
         self._has_sessions: bool | None = None
@@ -244,6 +249,15 @@ class SglangEngine:
         for key in filter(None, self._keys.values()):
             text = text.replace(key, "***")
         return text if len(text) <= TEXT_LIMIT else f"{text[:TEXT_LIMIT]}... ({len(text)} characters)"
+
+
+def _check_url(url: str) -> None:
+    try:
+        usable = url.isascii() and urlsplit(url).port != 0
+    except ValueError as e:  # a port that is none
+        raise ConfigError(f"engine URL {url!r}: {e}") from None
+    if not usable:
+        raise ConfigError(f"engine URL must be ASCII and have a port above 0, got {url!r}")
 
 
 def _version(text: str) -> tuple[int, int, int] | None:
