@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import pickle
 import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from weightsync import receiver as wire
+from weightsync import receiver_session
 from weightsync.boxes import dense_strides, whole
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineLost, PlanError, TransferError, VerifyMismatch
@@ -317,6 +319,18 @@ def test_a_new_session_ends_the_old_one(rig):
     assert (status.session, status.plan_id, status.num_segments, status.boot_id) == ("", "", 0, wire.BOOT_ID)
     with pytest.raises(PlanError, match="no plan"):
         rig.call("verify", client=old)
+
+
+def test_the_actor_of_an_ended_session_knows_without_asking(rig, monkeypatch):
+    monkeypatch.setattr(receiver_session, "_RETIRED_S", 0.2)
+    rig.install()
+    old = rig.client
+    assert old.is_connected()
+    rig.attach("s2")
+    until = time.monotonic() + 10
+    while old.is_connected() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not old.is_connected()
 
 
 def test_detach_unmaps_and_keeps_the_weights(rig):

@@ -29,7 +29,8 @@ from weightsync.spec import Layout
 from weightsync.trace import finalise, has_hook, trace
 from weightsync.transports.nccl import Join
 
-_RETIRED_S = 60.0
+_RETIRED_S = 2.0
+"""How long a session that was ended still answers. Then its connections close, and its actor knows without asking."""
 
 
 class _Refusal(Exception):
