@@ -448,6 +448,30 @@ def test_every_call_ends_by_its_deadline_in_a_typed_error(call: str, how: str) -
         client.close()
 
 
+def test_an_answer_whose_body_does_not_follow_its_head_ends_by_the_same_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = SglangEngine(f"http://127.0.0.1:{server.getsockname()[1]}", config=CONFIG)
+        done = threading.Event()
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                time.sleep(3)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n")
+                done.wait(20)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            client.resume(soon(4))
+        took = time.monotonic() - started
+        done.set()
+        answering.join()
+        client.close()
+    assert took < 4 + SLACK_S
+
+
 def test_a_passed_deadline_makes_no_call(fake: FakeEngine, client: SglangEngine) -> None:
     with pytest.raises(TransferTimeout):
         client.pause("abort", soon(0))

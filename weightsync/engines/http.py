@@ -65,9 +65,8 @@ class Http:
     def _exchange(self, doing: str, headers: dict[str, str], body: bytes | None, deadline: Deadline) -> Reply:
         """The whole answer; httpcore's timeouts are one read's, so a body that trickles in is cut off here."""
         method, path = doing.split(" ", 1)
-        timeouts = dict.fromkeys(("connect", "read", "write", "pool"), deadline.remaining_s())
         asked = self._pool.stream(
-            method, self._url + path, headers=headers, content=body, extensions={"timeout": timeouts}
+            method, self._url + path, headers=headers, content=body, extensions={"timeout": _Remaining(deadline)}
         )
         with asked as reply:
             chunks = []
@@ -76,6 +75,17 @@ class Http:
                 if deadline.passed():
                     raise TimeoutError
         return Reply(doing, reply.status, b"".join(chunks))
+
+
+class _Remaining(dict[str, float]):
+    """httpcore's timeouts: it asks for one as it connects, writes, and begins to read head and body."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def get(self, key: str, default: Any = None) -> float:
+        return max(1e-3, self._deadline.remaining_s())  # 0 would not wait, and look like a broken connection
 
 
 def _reason(error: Exception) -> str:
