@@ -209,7 +209,7 @@ class Offer:
             shown, reading = self._shown, self._reader.reading
             if shown is None or shown.step != step or self._outlet is None:
                 raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
-            if shown.regions != regions:
+            if regions and shown.regions != regions:
                 raise self._error(f"step {step} was published anew for other engines, before it was sealed for these")
             held = self._reader.read() if shown.seen is None else []
             changed = shown.watch.changed(Watch(shown.seen or Seen.of(held), self._steps))
