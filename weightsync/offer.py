@@ -186,9 +186,7 @@ class Offer:
 
     def fill(self, step: int, number: int) -> None:
         with self._lock, self._on_device():
-            shown, outlet, held = self._shown, self._outlet, self._reader.read()
-            if shown is None or shown.step != step or outlet is None:
-                raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
+            (shown, outlet), held = self._published(step), self._reader.read()
             if number < shown.num_filled or number >= outlet.num_rounds:
                 return
             self._check_unwritten(step, shown.watch.changed(Watch(Seen.of(held), self._steps)))
@@ -206,19 +204,17 @@ class Offer:
     def seal(self, step: int, regions: Sequence[SourceRegion]) -> Sealed:
         start = time.perf_counter()
         with self._lock, self._on_device():
-            shown, reading = self._shown, self._reader.reading
-            if shown is None or shown.step != step or self._outlet is None:
-                raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
+            (shown, outlet), reading = self._published(step), self._reader.reading
             if regions and shown.regions != regions:
                 raise self._error(f"step {step} was published anew for other engines, before it was sealed for these")
             held = self._reader.read() if shown.seen is None else []
             changed = shown.watch.changed(Watch(shown.seen or Seen.of(held), self._steps))
             if held:
-                self._check_same_tensors(self._outlet, held, reading)
-            published = shown.fingerprints()
-            found = self._of_sources(self._outlet, held, regions, published)
+                self._check_same_tensors(outlet, held, reading)
+            published = shown.fingerprints() if regions else []
+            found = self._of_sources(outlet, held, regions, published)
             for region, then, fingerprint in zip(regions, published, found):
-                name = self._outlet.shards[region.view.storage].tensor
+                name = outlet.shards[region.view.storage].tensor
                 if fingerprint != then and name not in changed:
                     changed.append(name)
             self._shown = shown._replace(seen=None)
@@ -248,7 +244,7 @@ class Offer:
 
     def _as_marked(self, mark: Mark) -> Watch | None:
         """The marked tensors now, if they are all that is exported and none of them moved since; else None."""
-        if mark.seen is None or self._outlet is None or self._outlet.arena is not None or self._fits != mark.reading:
+        if mark.seen is None or not self._lies_in_place(mark.reading):
             return None
         now = Watch(mark.seen, self._steps)
         return None if mark.watch.moved(now) else now
@@ -258,11 +254,18 @@ class Offer:
 
         That is all there is to do where bytes are not copied here.
         """
-        if self._outlet is None or self._outlet.arena is not None or self._fits != self._reader.reading:
-            return None
-        return self._reader.glance()
+        return self._reader.glance() if self._lies_in_place(self._reader.reading) else None
+
+    def _lies_in_place(self, reading: int) -> bool:
+        """Whether all that is exported is the trainer's own memory, and was found to fit that reading."""
+        return self._outlet is not None and self._outlet.arena is None and self._fits == reading
 
     # -------------------------------------------------------------------------------------------------- conditions
+
+    def _published(self, step: int) -> tuple[_Shown, Outlet]:
+        if self._shown is None or self._shown.step != step or self._outlet is None:
+            raise self._error(f"nothing is published as step {step}: memory moved, was withdrawn or exported anew")
+        return self._shown, self._outlet
 
     def _check_unwritten(self, step: int, written: list[str]) -> None:
         if written:

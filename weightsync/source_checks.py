@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from weightsync.fingerprint import Fingerprinter
+from weightsync.fingerprint import Fingerprinter, fingerprint
 from weightsync.spec import SourceRegion
 from weightsync.trainers import Held
 
@@ -67,8 +67,7 @@ class SourceChecks:
             if region.view.storage != last:  # regions come shard by shard
                 source = own.tensor if own.compute is None else own.compute(own.tensor)
                 last, dense = region.view.storage, source.contiguous()
-            item = (_region(dense, region), region.box.offset, self._views[number].dtype)
-            numbers[number] = Fingerprinter([item]).run()[0]
+            numbers[number] = fingerprint(_region(dense, region), region.box.offset, self._views[number].dtype)
         return numbers
 
 
