@@ -38,9 +38,20 @@ def _put_back(holder: dict, before: dict, memory: dict[str, torch.Tensor]) -> No
             value.data = memory[key]
 
 
+_one_at_a_time = threading.Lock()  # two that overlap would each put back what the other had put there
+
+
 @contextmanager
 def inline_thread_pools() -> Iterator[None]:
-    """Work that this thread gives to any ThreadPoolExecutor runs at once, here: dispatch modes do not cross threads."""
+    """Work that this thread gives to any ThreadPoolExecutor runs at once, here: dispatch modes do not cross threads.
+
+    One thread of a process at a time; others wait.
+    """
+    with _one_at_a_time, patch.object(ThreadPoolExecutor, "submit", _inline_in_this_thread()):
+        yield
+
+
+def _inline_in_this_thread() -> Callable[..., Future]:
     here, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
     def run_here(pool: ThreadPoolExecutor, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
@@ -54,5 +65,4 @@ def inline_thread_pools() -> Iterator[None]:
             future.set_exception(e)
         return future
 
-    with patch.object(ThreadPoolExecutor, "submit", run_here):
-        yield
+    return run_here
