@@ -10,10 +10,8 @@ an engine when something fails depends on one fact only: whether anything was ap
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -21,12 +19,13 @@ import msgspec
 
 from weightsync.config import Config
 from weightsync.deadline import Deadline
-from weightsync.errors import EngineLost, EngineRejected, TransferError, VerifyMismatch, WeightSyncError
+from weightsync.errors import EngineLost, EngineRejected, TransferError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan
 from weightsync.routes import Route
-from weightsync.spec import EngineReport, Sealed, SyncReport
+from weightsync.spec import EngineReport, SyncReport
+from weightsync.verifying import Verification
 from weightsync.workers import Workers
 
 PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
@@ -75,16 +74,19 @@ class Push:
         self._seconds: dict[str, float] = {}
         self._trainer_seconds: dict[str, float] = {}
         self._phase = ""
-        self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
         self._notes: list[str] = []
-        self._landing = threading.Lock()
-        self._landed: set[str] = set()
-        self._sealing: Future[dict[int, Sealed]] | None = None
         self._generations = generations
-
-    @property
-    def _verifies(self) -> bool:
-        return self._config.verify == "fingerprint"
+        verifies = config.verify == "fingerprint"
+        self._regions = {r: plan.regions(r) if verifies else [] for r in workers.ranks}
+        self._verification = Verification(
+            step,
+            workers=workers,
+            plan=plan,
+            regions=self._regions,
+            reads_back=verifies,
+            fanout=fanout,
+            deadline=deadline,
+        )
 
     def run(self) -> SyncReport:
         """The main path. Raises a WeightSyncError whose ``report`` says what state each engine is in."""
@@ -167,64 +169,17 @@ class Push:
                 self._settle_failures(links, route.move(links, self.step, self._deadline))
         self._each(self._end)
 
+    def _on_landed(self, link: EngineLink) -> None:
+        self._verification.on_landed(link, self._links)
+
     def _end(self, link: EngineLink) -> None:
         link.client.end(self._deadline)
         link.progress.began = False
 
-    def _on_landed(self, link: EngineLink) -> None:
-        """All its bytes are where they belong, though its own answer is still on the way: sources can be sealed."""
-        with self._landing:
-            self._landed.add(link.url)
-            if self._landed >= {other.url for other in self._links}:
-                self._start_sealing()
-
-    def _start_sealing(self) -> Future[dict[int, Sealed]]:
-        if self._sealing is None:
-            self._sealing = self._fanout.submit(lambda: self._workers.seal(self.step, self._regions, self._deadline))
-        return self._sealing
-
     def _verify(self) -> None:
-        """Seal the sources and read the engines back, all at once; then compare."""
-        with self._landing:
-            sealing = self._start_sealing()
-        read = self._fanout.each(self._read_back, self._links) if self._verifies else [[] for _ in self._links]
-        answers = sealing.result()
-        self._trainer_seconds["verify"] = max(answer.seconds for answer in answers.values())
-        rewritten = [rank for rank, answer in answers.items() if answer.fingerprints != answer.published]
-        if rewritten:
-            raise TransferError(
-                f"training ranks {rewritten}: their weights are not those that were published as step {self.step}; "
-                "something wrote to them during the move",
-                rank=rewritten[0],
-                safe_to_retry=True,
-            )
-        sealed = {rank: answer.published for rank, answer in answers.items()}
-
-        def compare(link: EngineLink) -> WeightSyncError | None:
-            found = read[self._links.index(link)]
-            return found if isinstance(found, WeightSyncError) else self._compare(link, found, sealed)
-
-        self._settle_failures(self._links, [compare(link) for link in self._links])
-
-    def _read_back(self, link: EngineLink) -> list[list[int]]:
-        return link.fingerprints(self._deadline) if link.has_receiver else []
-
-    def _compare(self, link: EngineLink, found: list[list[int]], sealed: dict[int, list[int]]) -> VerifyMismatch | None:
-        """``found``: by TP rank, one fingerprint a need; ``sealed``: by trainer rank, one a region."""
-        for rank, actual in enumerate(found):
-            expected = self._plan.expected(link.url, rank, sealed)
-            needs = link.layouts[rank].needs
-            wrong = [n.tensor for n, e, a in zip(needs, expected, actual, strict=True) if e != a]
-            if wrong:
-                return VerifyMismatch(
-                    f"{len(wrong)} of {len(needs)} regions in the engine's memory differ from what was published "
-                    f"as step {self.step}: {', '.join(dict.fromkeys(wrong[:8]))}",
-                    engine=link.url,
-                    rank=rank,
-                    tensor=wrong[0],
-                )
-        link.progress.verified = bool(found) and link.fully_verifiable
-        return None
+        outcomes = self._verification.outcomes(self._links)
+        self._trainer_seconds["verify"] = self._verification.trainer_seconds
+        self._settle_failures(self._links, outcomes)
 
     def _commit(self, link: EngineLink) -> None:
         link.client.stamp(str(self.step), self._deadline)
