@@ -127,6 +127,13 @@ class Config(Struct):
                 raise ConfigError(f"{kind} named twice: {', '.join(twice)}")
 
 
+def check_peers(config: Config) -> None:
+    """Raise ConfigError if there is nobody to push from or to."""
+    for side, given in (("engines", config.engines), ("publishers", config.publishers)):
+        if not given:
+            raise ConfigError(f"no {side}: name them in the configuration or give them to launch")
+
+
 def load_config(source: str | Path | dict[str, Any] | Config) -> Config:
     """A Config from a YAML path, a mapping or a Config.
 

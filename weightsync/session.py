@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from weightsync.config import Config, EngineConfig
+from weightsync.config import Config, EngineConfig, check_peers
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, StaleVersion, TransferError, WeightSyncError
 from weightsync.fanout import Fanout
@@ -38,8 +38,7 @@ class Session:
     """
 
     def __init__(self, config: Config, *, trainer: str) -> None:
-        if not config.engines:
-            raise ConfigError("no engines: give their URLs in the configuration or to launch")
+        check_peers(config)
         deadline = Deadline(config.connect_timeout_s, "connecting (connect_timeout_s)")
         self._config = config
         self._lock = threading.RLock()

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from weightsync.config import Config, EngineConfig, load_config
+from weightsync.config import Config, EngineConfig, check_peers, load_config
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigError, TransferError
+from weightsync.errors import TransferError
 from weightsync.plan import PlanSummary
 from weightsync.rpc import Client
 from weightsync.spec import PushRequest, Status, SyncReport
@@ -105,9 +105,7 @@ def launch(
     from weightsync.ray_channel import RayChannel
 
     loaded = with_peers(load_config(config), publishers, engines)
-    if not loaded.engines or not loaded.publishers:
-        missing = "engines" if not loaded.engines else "publishers"
-        raise ConfigError(f"no {missing}: name them in the configuration or give them to launch")
+    check_peers(loaded)
     return WeightSync(
         RayChannel(loaded),
         timeout_s=loaded.timeout_s,

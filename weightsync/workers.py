@@ -18,8 +18,7 @@ class Workers:
     """All publishers of one trainer. Ranks are 0 to world_size - 1, each exactly once."""
 
     def __init__(self, addresses: list[str], *, trainer: str, deadline: Deadline) -> None:
-        if not addresses:
-            raise ConfigError("no publishers: pass the address of every training rank's Publisher")
+        assert addresses, "check_peers before"
         self._fanout = Fanout("workers")
         clients = [Client(a, what=f"publisher {a.split('#')[0]}") for a in addresses]
         self._clients = dict(enumerate(clients))
