@@ -22,7 +22,7 @@ from weightsync.arena import Arena, Outlet
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.marks import Mark, Marks
-from weightsync.source_checks import SourceChecks
+from weightsync.source_checks import KeptChecks
 from weightsync.spec import Description, Export, Published, Sealed, Shard, SourceRegion
 from weightsync.trainers import Held, Reader, Seen
 from weightsync.versions import library_versions
@@ -40,13 +40,6 @@ class _Shown(NamedTuple):
     seen: Seen | None = None
 
 
-class _Checks(NamedTuple):
-    """``checks`` are of the tensors as the reader's ``reading`` found them."""
-
-    reading: int
-    checks: SourceChecks
-
-
 class Offer:
     """One rank's weights. ``generation`` counts exports that became void: their memory moved or was withdrawn."""
 
@@ -57,7 +50,7 @@ class Offer:
         self._outlet: Outlet | None = None
         self._arena: Arena | None = None
         self._shown: _Shown | None = None
-        self._checks: _Checks | None = None
+        self._checks = KeptChecks(reader)
         self._fits = -1  # the number of a reading that what is exported was found to fit, where it was
         self._generation = 0
         self._marks = Marks(rank)
@@ -180,7 +173,7 @@ class Offer:
                     for number in range(filled):
                         outlet.fill(held, number)
                     self._check_unwritten(step, watch.changed(Watch(Seen.of(held), self._steps)))
-                begun = self._begin_checks(outlet, held, regions) if regions else list
+                begun = self._checks.start_published(outlet, held, regions)
                 self._shown = _Shown(step, regions, watch, begun, filled, now if outlet.arena is None else None)
             return Published(step, self._generation, time.perf_counter() - start)
 
@@ -194,13 +187,6 @@ class Offer:
             self._check_unwritten(step, shown.watch.changed(Watch(Seen.of(held), self._steps)))
             self._shown = shown._replace(num_filled=number + 1)
 
-    def _begin_checks(
-        self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion]
-    ) -> Callable[[], list[int]]:
-        """Fingerprints of what is published; of its sources where it never lies there all at once."""
-        checks = self._checks_of(outlet, held, regions)
-        return checks.start_published() if outlet.num_rounds == 1 else checks.start_sources()
-
     def seal(self, step: int, regions: Sequence[SourceRegion]) -> Sealed:
         start = time.perf_counter()
         with self._lock, self._on_device():
@@ -212,7 +198,7 @@ class Offer:
             if held:
                 self._check_same_tensors(outlet, held, reading)
             published = shown.fingerprints() if regions else []
-            found = self._of_sources(outlet, held, regions, published)
+            found = self._checks.of_sources(outlet, held, regions, published)
             for region, then, fingerprint in zip(regions, published, found):
                 name = outlet.shards[region.view.storage].tensor
                 if fingerprint != then and name not in changed:
@@ -220,27 +206,6 @@ class Offer:
             self._shown = shown._replace(seen=None)
             self._marks.forget_tensors()
             return Sealed(found, published, changed, time.perf_counter() - start)
-
-    def _of_sources(
-        self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion], published: list[int]
-    ) -> list[int]:
-        """Fingerprints of the sources now. Not made where they are what is published: then the engine's own tell.
-
-        Whatever was written there before it was copied differs from ``published`` in the engine, and what is written
-        afterwards does no harm.
-        """
-        if not regions:
-            return []
-        checks = self._checks_of(outlet, held, regions)
-        return published if checks.in_place else checks.start_sources()()
-
-    def _checks_of(self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion]) -> SourceChecks:
-        """What fingerprints ``regions``: made anew when the outlet, the tensors' places or the regions are others."""
-        made = self._checks
-        if made is None or made.reading != self._reader.reading or made.checks.regions != regions:
-            now = held or self._reader.read()
-            made = self._checks = _Checks(self._reader.reading, SourceChecks(outlet.views, now, regions))
-        return made.checks
 
     def _as_marked(self, mark: Mark) -> Watch | None:
         """The marked tensors now, if they are all that is exported and none of them moved since; else None."""
@@ -308,7 +273,8 @@ class Offer:
     def _void(self) -> None:
         if self._outlet is not None:
             self._generation += 1
-        self._outlet = self._shown = self._checks = None
+        self._outlet = self._shown = None
+        self._checks.forget()
         self._fits = -1
 
     def _take_arena(self) -> Arena | None:

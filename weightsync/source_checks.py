@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from weightsync.arena import Outlet
 from weightsync.fingerprint import Fingerprinter, fingerprint
 from weightsync.spec import SourceRegion
-from weightsync.trainers import Held
+from weightsync.trainers import Held, Reader
 
 Items = list[tuple[torch.Tensor, Sequence[int], torch.dtype]]
 
@@ -69,6 +70,48 @@ class SourceChecks:
                 last, dense = region.view.storage, source.contiguous()
             numbers[number] = fingerprint(_region(dense, region), region.box.offset, self._views[number].dtype)
         return numbers
+
+
+class KeptChecks:
+    """The checks of the last push, made anew when the outlet, the tensors' places or the regions are others."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._reading = -1
+        self._made: SourceChecks | None = None
+
+    def forget(self) -> None:
+        """The outlet is another, or gone."""
+        self._made = None
+
+    def start_published(
+        self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion]
+    ) -> Callable[[], list[int]]:
+        """Begin the fingerprints of what is published; of its sources where it never lies there all at once."""
+        if not regions:
+            return list
+        checks = self._of(outlet, held, regions)
+        return checks.start_published() if outlet.num_rounds == 1 else checks.start_sources()
+
+    def of_sources(
+        self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion], published: list[int]
+    ) -> list[int]:
+        """Fingerprints of the sources now. Not made where they are what is published: then the engine's own tell.
+
+        Whatever was written there before it was copied differs from ``published`` in the engine, and what is written
+        afterwards does no harm.
+        """
+        if not regions:
+            return []
+        checks = self._of(outlet, held, regions)
+        return published if checks.in_place else checks.start_sources()()
+
+    def _of(self, outlet: Outlet, held: Sequence[Held], regions: Sequence[SourceRegion]) -> SourceChecks:
+        made = self._made
+        if made is None or self._reading != self._reader.reading or made.regions != regions:
+            made = SourceChecks(outlet.views, held or self._reader.read(), regions)
+            self._made, self._reading = made, self._reader.reading
+        return made
 
 
 def _view_of(views: Sequence[torch.Tensor | None], region: SourceRegion) -> torch.Tensor:
