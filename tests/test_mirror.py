@@ -16,22 +16,18 @@ from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
 from tests.fakes.engine import FakeEngine
-from tests.fakes.model import FakeModel
-from tests.fakes.rows import RowTrainer
+from tests.row_world import SHAPES, RowWorld
 from tests.test_routes_nccl import Shared
-from tests.test_session import assert_serves, engine
+from tests.test_session import engine
 from weightsync import mirror, routes_nccl, supply
 from weightsync.boxes import dense_strides, volume
-from weightsync.config import load_config
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
 from weightsync.mirror_group import lay_out
-from weightsync.session import Session
-from weightsync.spec import Box, PushRequest, Shard
+from weightsync.spec import Box, Shard
 from weightsync.transports.sender import Nursery
 
 pytestmark = pytest.mark.timeout(180)
-SHAPES = FakeModel().shapes
 MODEL_BYTES = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
@@ -42,55 +38,14 @@ def nursery() -> Iterator[Nursery]:
     one.close()
 
 
-class Far:
-    """Training ranks on hosts that no actor is on."""
-
-    def __init__(self, engines: list[FakeEngine], hosts: list[str], **config) -> None:
-        self.trainer = RowTrainer(SHAPES, hosts, replicated=["norm.weight"])
-        self.engines = engines
-        self._settings = {
-            "pair": "sgl_dtensor_v2",
-            "source": "nccl",
-            "bucket_bytes": 256,
-            "verify": "fingerprint" if all(e.loaders for e in engines) else "none",
-            "timeout_s": 60.0,
-            "connect_timeout_s": 60.0,
-            "engines": [{"url": e.url} for e in engines],
-            "publishers": self.trainer.addresses,
-        } | config
-        self._session: Session | None = None
-
-    @property
-    def session(self) -> Session:
-        if self._session is None:
-            self._session = Session(load_config(self._settings), trainer="dtensor_v2")
-        return self._session
-
-    def push(self, step: int, **request):
-        _ = self.session
-        self.trainer.train(step)
-        return self.session.push(PushRequest(step=step, **request))
-
-    def assert_all_serve(self, step: int) -> None:
-        for one in self.engines:
-            assert_serves(one, self.trainer.tensors, step)
-
-    def close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-        self.trainer.close()
-        for one in self.engines:
-            one.close()
-
-
 @pytest.fixture
-def far(nursery, monkeypatch) -> Iterator[Callable[..., Far]]:
-    made: list[Far] = []
+def far(nursery, monkeypatch) -> Iterator[Callable[..., RowWorld]]:
+    made: list[RowWorld] = []
     for module in (mirror, routes_nccl):
         monkeypatch.setattr(module, "Nursery", lambda: Shared(nursery))
 
-    def make(*engines: FakeEngine, hosts: tuple[str, ...] = ("far-1", "far-1", "far-2"), **config) -> Far:
-        made.append(Far(list(engines), list(hosts), **config))
+    def make(*engines: FakeEngine, hosts: tuple[str, ...] = ("far-1", "far-1", "far-2"), **config) -> RowWorld:
+        made.append(RowWorld(list(engines), list(hosts), **({"source": "nccl"} | config)))
         return made[-1]
 
     yield make

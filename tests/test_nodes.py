@@ -15,24 +15,20 @@ import pytest
 import torch
 
 from tests.fakes.engine import FakeEngine
-from tests.fakes.model import FakeModel
 from tests.fakes.rows import RowTrainer
+from tests.row_world import RowWorld
 from tests.test_routes_nccl import Shared
-from tests.test_session import assert_serves, engine
+from tests.test_session import engine
 from weightsync import nodes, routes_nccl
-from weightsync.config import load_config
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
 from weightsync.routes_nccl import check_fits
-from weightsync.session import Session
 from weightsync.sharing import link_bytes
-from weightsync.spec import PushRequest
 from weightsync.transports import node as node_module
 from weightsync.transports.node import NodeServer, RemoteNursery
 from weightsync.transports.sender import Nursery
 
 pytestmark = pytest.mark.timeout(180)
-SHAPES = FakeModel().shapes
 HERE, B, C = "node-a", "node-b", "node-c"
 
 
@@ -52,56 +48,16 @@ def nursery() -> Iterator[Nursery]:
     one.close()
 
 
-class Cluster:
-    def __init__(self, hosts: list[str], engines: list[FakeEngine], node_actors: list[str], **config) -> None:
-        self.trainer = RowTrainer(SHAPES, hosts, replicated=["norm.weight"])
-        self.engines = engines
-        settings = {
-            "pair": "sgl_dtensor_v2",
-            "route": "nccl",
-            "bucket_bytes": 256,
-            "verify": "fingerprint" if all(e.loaders for e in engines) else "none",
-            "timeout_s": 60.0,
-            "connect_timeout_s": 60.0,
-            "engines": [{"url": e.url} for e in engines],
-            "publishers": self.trainer.addresses,
-            "node_actors": [{"address": address} for address in node_actors],
-        }
-        self._settings = settings | config
-        self._session: Session | None = None
-
-    @property
-    def session(self) -> Session:
-        if self._session is None:
-            self._session = Session(load_config(self._settings), trainer="dtensor_v2")
-        return self._session
-
-    def push(self, step: int, **request):
-        _ = self.session
-        self.trainer.train(step)
-        return self.session.push(PushRequest(step=step, **request))
-
-    def assert_all_serve(self, step: int) -> None:
-        for one in self.engines:
-            assert_serves(one, self.trainer.tensors, step)
-
-    def close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-        self.trainer.close()
-        for one in self.engines:
-            one.close()
-
-
 @pytest.fixture
-def cluster(actors, nursery, monkeypatch) -> Iterator[Callable[..., Cluster]]:
-    made: list[Cluster] = []
+def cluster(actors, nursery, monkeypatch) -> Iterator[Callable[..., RowWorld]]:
+    made: list[RowWorld] = []
 
     monkeypatch.setattr(routes_nccl, "Nursery", lambda: Shared(nursery))
 
-    def make(hosts: list[str], *engines: FakeEngine, met: list[str] | None = None, **config) -> Cluster:
+    def make(hosts: list[str], *engines: FakeEngine, met: list[str] | None = None, **config) -> RowWorld:
         addresses = [actors[host].address for host in (B, C) if host in hosts] if met is None else met
-        made.append(Cluster(hosts, list(engines), addresses, **config))
+        settings = {"route": "nccl", "node_actors": [{"address": address} for address in addresses]} | config
+        made.append(RowWorld(list(engines), hosts, **settings))
         return made[-1]
 
     yield make
