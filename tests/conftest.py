@@ -11,6 +11,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that skips itself fails, as `make test` wants it")
+    parser.addoption("--results", default="", help="a folder in which GPU tests that measure write what they found")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.gpu_engine import GpuEngine
@@ -15,3 +18,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuEngine]:
     """Started, perhaps not up yet: ``wait`` before use, so that trainers start meanwhile."""
     with real.engine(tmp_path_factory.mktemp("engine"), tp_size=real.num_gpus()) as started:
         yield started
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], None]:
+    """Adds a row to NAME.json in the folder that ``--results`` names, if it names one."""
+
+    def add(name: str, row: dict[str, Any]) -> None:
+        if folder := request.config.getoption("--results"):
+            path = Path(folder) / f"{name}.json"
+            rows = msgspec.json.decode(path.read_bytes()) if path.exists() else []
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode([*rows, row])) + b"\n")
+
+    return add
