@@ -183,7 +183,8 @@ def test_a_push_stamps_once_and_everyone_serves(tells):
     assert report.verified and report.weight_version == "5" and report.num_bytes == 12
     assert list(report.seconds) == ["publish", "pause", "begin", "move", "verify", "commit", "continue", "total"]
     for link in links:
-        assert link.client.calls == ["pause", "flush", "begin", "end", "stamp", "resume"]
+        assert [c for c in link.client.calls if c != "flush"] == ["pause", "begin", "end", "stamp", "resume"]
+        assert "flush" in link.client.calls[1:3], "after the pause, beside begin and move"
         assert (link.client.paused, link.client.version, link.state) == (False, "5", "serving")
 
 
@@ -194,7 +195,7 @@ NOTHING_APPLIED = ["pause", "flush", "begin"]
 def test_before_the_move_every_engine_goes_back_to_work_with_its_old_version(phase):
     links = three(**{phase: EngineRejected("no", engine="http://b")})
     with pytest.raises(EngineRejected) as caught:
-        push(links).run()
+        push(links, pause="retract").run()  # with abort the cache is flushed beside the move
     assert caught.value.engine == "http://b"
     assert [e["state"] for e in caught.value.report] == ["serving"] * 3
     for link in links:
@@ -374,6 +375,36 @@ def test_a_pause_that_took_long_is_remembered(monkeypatch):
     monkeypatch.setattr("weightsync.push.SLOW_PAUSE_S", -1.0)
     push(links).run()
     assert all(link.had_requests for link in links)
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_only_after_an_abort_that_had_nothing_to_end_is_the_cache_flushed_beside_the_move(pause):
+    flushed_before = []
+
+    class Route(FakeRoute):
+        def move(self, links, step, deadline):
+            moving.set()
+            return super().move(links, step, deadline)
+
+    moving, link = threading.Event(), FakeLink("http://a")
+    link.client.flush = lambda deadline, wait=False: flushed_before.append(not moving.wait(0.2))
+    push([link], route=Route(), pause=pause).run()
+    assert flushed_before == [pause == "retract"]
+
+
+def test_an_engine_that_refuses_to_flush_beside_the_move_is_fenced_and_never_stamped():
+    links = three(flush=EngineRejected("requests wait", engine="http://b", phase="flush"))
+    report = push(links, on_engine_failure="exclude").run()
+    assert [e.state for e in report.engines] == ["serving", "fenced", "serving"]
+    assert links[1].client.paused and "stamp" not in links[1].client.calls
+    assert "requests wait" in links[1].error
+
+
+def test_a_move_that_fails_is_what_a_push_raises_though_the_flush_beside_it_was_refused_too():
+    link = FakeLink("http://a", move=EngineLost("dropped"), flush=EngineRejected("requests wait"))
+    with pytest.raises(EngineLost, match="dropped"):
+        push([link]).run()
+    assert link.state == "fenced" and link.client.calls.count("flush") == 1
 
 
 def test_refused_flush_waits_only_when_configured_to():

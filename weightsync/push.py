@@ -145,8 +145,19 @@ class Push:
         link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
         if self._config.pause == "in_place":
             self._notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
-        else:
-            link.client.flush(self._deadline, wait=self._config.on_flush_refused == "wait")
+        elif not self._flushes_beside(link):
+            self._flush(link)
+
+    def _flushes_beside(self, link: EngineLink) -> bool:
+        """Whether its cache is flushed while the weights move: after an abort that had nothing to end.
+
+        A flush is then as good as granted, and any time before the engine goes back to work is right for it. Where
+        requests may still be about, one that is refused must find the engine as it was.
+        """
+        return self._config.pause == "abort" and not link.had_requests
+
+    def _flush(self, link: EngineLink) -> None:
+        link.client.flush(self._deadline, wait=self._config.on_flush_refused == "wait")
 
     def _drain(self, link: EngineLink) -> bool:
         """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""
@@ -163,10 +174,16 @@ class Push:
             self._notes.append(note)
 
     def _move(self) -> None:
-        for name, route in self._routes.items():
-            links = [link for link in self._links if link.route == name]
-            if links:
-                self._settle_failures(links, route.move(links, self.step, self._deadline))
+        beside = [link for link in self._links if self._flushes_beside(link)]
+        flushing = self._fanout.submit(lambda: self._fanout.each(self._flush, beside))
+        try:
+            for name, route in self._routes.items():
+                links = [link for link in self._links if link.route == name]
+                if links:
+                    self._settle_failures(links, route.move(links, self.step, self._deadline))
+        finally:
+            flushed = {id(link): outcome for link, outcome in zip(beside, flushing.result(), strict=True)}
+        self._settle_failures(self._links, [flushed.get(id(link)) for link in self._links])
         self._each(self._end)
 
     def _on_landed(self, link: EngineLink) -> None:
