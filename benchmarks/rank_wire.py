@@ -92,10 +92,17 @@ class StockSetup(Struct):
     group_port: int = 0
 
 
-class Times(Struct):
-    """Seconds of each repetition, as a rank that calls an engine saw them (empty on others)."""
+class Took(Struct):
+    """Seconds of one stock push: ``whole`` with pause, flush and continue, ``calls`` of its update calls alone."""
 
-    seconds: list[float]
+    whole: float = 0.0
+    calls: float = 0.0
+
+
+class Times(Struct):
+    """Each repetition, as a rank that calls an engine saw it (empty on others)."""
+
+    pushes: list[Took]
 
 
 class StockRuns(Struct):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from benchmarks.rank_wire import StockRequest
+from benchmarks.rank_wire import StockRequest, Took
 
 Named = tuple[str, torch.Tensor]
 FLATTENED = "flattened_bucket"
@@ -74,6 +74,11 @@ class Engine:
                     raise
         raise AssertionError("returned or raised above")
 
+    def pause(self) -> None:
+        """Pause and flush, as frameworks do before they update."""
+        self.call("POST", "/pause_generation", {"mode": "abort"})
+        self.call("POST", "/flush_cache")
+
     def begin(self) -> None:
         if self.sessions:
             self.call("POST", "/begin_weight_update", {"selector": "target"})
@@ -81,6 +86,9 @@ class Engine:
     def end(self) -> None:
         if self.sessions:
             self.call("POST", "/end_weight_update", {})
+
+    def resume(self) -> None:
+        self.call("POST", "/continue_generation", {})
 
     def close(self) -> None:
         if self._connection is not None:
@@ -149,9 +157,13 @@ def share(engines: int, tp_size: int) -> Share:
     return Share(number, tp_size, groups[number] if groups else None, ranks, number * ranks)
 
 
-def push(engine: Engine | None, tensors: Iterable[Named], request: StockRequest, own: Share) -> float:
-    """One push by tensor calls; seconds. A collective; ``engine`` is given on its calling rank, others return 0."""
+def push(engine: Engine | None, tensors: Iterable[Named], request: StockRequest, own: Share) -> Took:
+    """One push by tensor calls. A collective; ``engine`` is given on its calling rank, others return zeros."""
     started = time.perf_counter()
+    if engine:
+        engine.pause()
+    dist.barrier()
+    paused = time.perf_counter()
     if engine:
         engine.begin()
     for chunk in chunks(tensors, request.limit_bytes):
@@ -160,10 +172,12 @@ def push(engine: Engine | None, tensors: Iterable[Named], request: StockRequest,
         if engine:
             engine.call("POST", "/update_weights_from_tensor", _body(payloads, load_format))
         dist.barrier()  # every rank keeps its tensors until the engine has taken them
-    if engine:
-        engine.end()
-        engine.call("POST", "/flush_cache")
-    return time.perf_counter() - started if engine else 0.0
+    if not engine:
+        return Took()
+    engine.end()
+    updated = time.perf_counter()
+    engine.resume()
+    return Took(time.perf_counter() - started, updated - paused)
 
 
 def _content(chunk: list[Named], flattened: bool) -> tuple[object, str | None]:
@@ -197,19 +211,19 @@ def _body(payloads: list[str], load_format: str | None) -> dict[str, Any]:
     return {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
 
 
-def repeat(
-    run: Callable[[], float], n: int, budget_s: float, *, agree: Callable[[bool], bool] = lambda more: more
-) -> list[float]:
+def repeat[T](
+    run: Callable[[], T], n: int, budget_s: float, *, agree: Callable[[bool], bool] = lambda more: more
+) -> list[T]:
     """``run``'s results: one that does not count, then up to ``n`` while ``budget_s`` lasts, at least one.
 
     ``agree`` makes one answer of those of all ranks, so that none goes on alone.
     """
     started = time.monotonic()
     run()
-    seconds = [run()]
-    while agree(len(seconds) < n and time.monotonic() - started < budget_s):
-        seconds.append(run())
-    return seconds
+    found = [run()]
+    while agree(len(found) < n and time.monotonic() - started < budget_s):
+        found.append(run())
+    return found
 
 
 def agree(more: bool) -> bool:

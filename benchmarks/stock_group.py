@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from benchmarks.rank_wire import StockRequest
+from benchmarks.rank_wire import StockRequest, Took
 from benchmarks.stock import FLATTENED, Engine, Named, chunks, flatten
 
 NAME = "benchmark"
@@ -40,15 +40,18 @@ class Group:
         c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(size)}
         joining.result()
 
-    def push(self, tensors: Iterable[Named], request: StockRequest) -> float:
-        """One push; seconds."""
+    def push(self, tensors: Iterable[Named], request: StockRequest) -> Took:
+        """One push."""
         started = time.perf_counter()
+        self._engine.pause()
+        paused = time.perf_counter()
         self._engine.begin()
         for chunk in chunks(tensors, request.limit_bytes):
             self._send(chunk, request.flattened)
         self._engine.end()
-        self._engine.call("POST", "/flush_cache")
-        return time.perf_counter() - started
+        updated = time.perf_counter()
+        self._engine.resume()
+        return Took(time.perf_counter() - started, updated - paused)
 
     def _send(self, chunk: list[Named], flattened: bool) -> None:
         body: dict[str, Any] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.rank_wire import Floor, FloorRequest, Info, Memory, RankSpec, Ready, StockRuns, StockSetup, Times
+from benchmarks.rank_wire import Floor, FloorRequest, Info, Memory, RankSpec, Ready, StockRuns, StockSetup, Times, Took
 
 INIT_TIMEOUT_S = 120.0
 
@@ -133,20 +133,24 @@ class Rank:
         request = runs.request
         step = iter(range(1_000_000))
 
-        def run() -> float:
+        def run() -> Took:
             trainer_build.change(self._module, next(step))
             tensors = self._trainer.whole_tensors(getattr(torch, request.dtype))
             self._synchronize()
             dist.barrier()
             if not request.distributed:
                 return stock.push(self._engine, tensors, request, self._share)
-            return self._group.push(tensors, request) if self._group else sum(0.0 for _ in tensors)
+            if self._group is not None:
+                return self._group.push(tensors, request)
+            for _ in tensors:  # each is gathered from all ranks
+                pass
+            return Took()
 
-        seconds = stock.repeat(run, runs.n, runs.budget_s, agree=stock.agree)
+        pushes = stock.repeat(run, runs.n, runs.budget_s, agree=stock.agree)
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        return Times(seconds if self._engine is not None else [])
+        return Times(pushes if self._engine is not None else [])
 
     @_in_turn
     def stock_close(self) -> None:
