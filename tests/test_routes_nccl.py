@@ -14,7 +14,7 @@ import torch
 from tests.fakes.engine import DISTRIBUTED, UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
 from tests.test_session import World, assert_serves, engine, served
-from weightsync import groups, nodes, routes_nccl
+from weightsync import groups_broadcast, nodes, routes_nccl
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError
 from weightsync.spec import PushRequest
 from weightsync.transports.sender import Nursery
@@ -79,8 +79,61 @@ def test_stock_engines_of_different_tp_get_the_same_buckets(world, version):
         for fake in one.engines:
             assert_serves(fake, one.tensors, step)
     assert [fake.paths().count(INIT) for fake in one.engines] == [1, 1], "the group is made once"
-    buckets = [c.body for c in one.engines[0].calls if c.path == DISTRIBUTED and c.body["names"] != groups.PROBE.names]
+    buckets = [
+        c.body
+        for c in one.engines[0].calls
+        if c.path == DISTRIBUTED and c.body["names"] != groups_broadcast.PROBE.names
+    ]
     assert len(buckets) >= 6 and all(b["flush_cache"] is False and "weight_version" not in b for b in buckets)
+
+
+def test_while_an_engine_loads_a_bucket_the_next_one_waits_there_and_no_third(world):
+    one = world(stock(2))
+    one.push(1)
+    fake, waiting = one.engines[0], []
+    update = fake.groups.update
+
+    def load(body):
+        answer = update(body)
+        time.sleep(0.2)
+        sent = [c.body["names"] for c in fake.calls if c.path == DISTRIBUTED]
+        waiting.append(len(sent) - 1 - sent.index(body["names"], before))
+        return answer
+
+    fake.groups.update = load
+    before = fake.paths().count(DISTRIBUTED)
+    one.push(2)
+    assert_serves(fake, one.tensors, 2)
+    assert waiting == [1] * (len(waiting) - 1) + [0] and len(waiting) >= 5
+
+
+def test_a_bucket_that_is_refused_after_it_came_leaves_no_engine_in_a_broadcast(world, nursery):
+    one = world(stock())
+    one.push(1)
+    fake, senders, received = one.engines[0], children(nursery), []
+    update = fake.groups.update
+
+    def refuse_the_third(body):
+        answer = update(body)
+        received.append(body["names"])
+        time.sleep(0.2)  # in which the next request comes
+        return (400, {"success": False, "message": "told to refuse"}) if len(received) == 3 else answer
+
+    fake.groups.update = refuse_the_third
+    with pytest.raises(EngineRejected, match=r"bucket 3 of \d+: .*told to refuse"):
+        one.push(2)
+    assert len(received) == 4, "the request that was there already got its broadcast, and no other was made"
+    assert children(nursery) == senders
+    before = len(fake.calls)
+    one.push(3)
+    assert_serves(fake, one.tensors, 3)
+    assert INIT in [c.path for c in fake.calls[before:]], "and what failed is made anew"
+
+
+def test_nccl_may_buffer_what_its_channels_hold():
+    assert groups_broadcast.buffered_bytes({}) == 256 << 20
+    assert groups_broadcast.buffered_bytes({"NCCL_BUFFSIZE": str(8 << 20)}) == 512 << 20
+    assert groups_broadcast.buffered_bytes({"NCCL_BUFFSIZE": "1024"}) == 256 << 20
 
 
 def test_receivers_get_only_their_slices_and_are_verified(world):

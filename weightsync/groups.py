@@ -11,38 +11,47 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from weightsync.deadline import Deadline
-from weightsync.engines import GroupSpec, Tensors
-from weightsync.errors import EngineLost, EngineRejected, WeightSyncError
+from weightsync.engines import GroupSpec
+from weightsync.errors import EngineLost, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.nodes import Nodes, Place
-from weightsync.spec import Segment
-from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Join, Listen
+from weightsync.transports.nccl import Join, Listen
 from weightsync.transports.node import SenderLike
 
 NAME = "weightsync-{}"
-PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])
-_NAMES_TRIED = 8
 CLOSE_S = 5.0
 
 
-def together(ask: Callable[[], object], act: Callable[[], object], give_up: Callable[[], None]) -> None:
+def together(
+    ask: Callable[[], object],
+    act: Callable[[], object],
+    give_up: Callable[[], None],
+    acted: Callable[[], None] = lambda: None,
+) -> None:
     """``ask`` the engine from a thread while ``act`` does the senders' part; the first to fail ends the other.
 
-    Raises the failure that came first, with the engine's words if it had any; EngineLost before all others.
+    ``acted`` is called when the senders' part is over; an engine that fails after that ends nothing. Raises the failure
+    that came first, with the engine's words if it had any; EngineLost before all others.
     """
     failures: list[tuple[str, WeightSyncError]] = []
+    lock, is_over = threading.Lock(), False
 
     def run(side: str, function: Callable[[], object]) -> None:
         try:
             function()
         except WeightSyncError as e:
-            failures.append((side, e))
-            give_up()
+            with lock:
+                failures.append((side, e))
+                if not is_over:
+                    give_up()
 
     asking = threading.Thread(target=run, args=("engine", ask), name="weightsync-ask", daemon=True)
     asking.start()
     run("sender", act)
+    with lock:
+        is_over = True
+    acted()
     asking.join()
     if not failures:
         return
@@ -127,70 +136,6 @@ class EngineGroup(Senders):
             peers=link.info.tp_size,
             peer_url=link.url,
         )
-
-
-class BroadcastGroup(EngineGroup):
-    """A stock engine's group: one sender, which broadcasts. ``device``: the GPU of the arenas ("": host memory)."""
-
-    def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, device: str) -> None:
-        super().__init__(link, fanout, nodes, [Place("", device)])
-        self._name = ""
-
-    def ready(self, probe: Segment, deadline: Deadline) -> None:
-        """Make the group if there is none, and send the first byte of ``probe`` through it."""
-        for number in range(_NAMES_TRIED):
-            self.started(deadline)
-            if self._joined:
-                return
-            try:
-                self._make(NAME.format(number), deadline)
-            except EngineRejected as e:
-                if "already been created" not in e.message:
-                    raise
-                continue  # a dead run's group that the engine could not take down
-            self._send(probe, PROBE_BYTES, PROBE, deadline, "the first message of the group")
-            self._joined = True
-
-    def send(self, segment: Segment, nbytes: int, tensors: Tensors, deadline: Deadline, what: str) -> None:
-        """Broadcast one bucket; returns when the engine has loaded it."""
-        assert self._joined, "ready first"
-        self._send(segment, nbytes, tensors, deadline, what)
-
-    def close(self) -> None:
-        """Have the engine leave, and end the sender."""
-        if self._joined:
-            deadline = Deadline(CLOSE_S, "leaving the group")
-            quietly(lambda: self.link.client.destroy_weights_update_group(self._name, deadline))
-        self.give_up()
-
-    def _make(self, name: str, deadline: Deadline) -> None:
-        client = self.link.client
-        quietly(lambda: client.destroy_weights_update_group(name, deadline), EngineRejected)  # of a run that is gone
-        port = self._listen(deadline)
-        spec = self._spec(name, port)
-        self._name = name
-        try:
-            together(
-                lambda: client.init_weights_update_group(spec, deadline),
-                lambda: self._join_senders(spec, deadline),
-                self.give_up,
-            )
-        except WeightSyncError as e:
-            e.message = f"joining group {name} at {self._host}:{port}: {e.message}"
-            raise
-
-    def _send(self, segment: Segment, nbytes: int, tensors: Tensors, deadline: Deadline, what: str) -> None:
-        request = Broadcast(segment, nbytes, deadline.remaining_s())
-        client = self.link.client
-
-        def ask() -> None:
-            try:
-                client.update_weights_from_distributed(tensors, self._name, deadline, what=what)
-            except EngineRejected as e:
-                if tensors is not PROBE or PROBE.names[0] not in e.message:  # a loader that takes no unknown names
-                    raise
-
-        together(ask, lambda: self._senders[0].call("broadcast", request, deadline=deadline), self.give_up)
 
 
 def backend_of(link: EngineLink) -> str:

@@ -37,8 +37,6 @@ class BucketRoute:
 
     _engines_map_arenas = True
     """Whether an engine that is late may still read an arena that the next push would fill."""
-    _sends_ahead = True
-    """Whether a bucket in GPU memory is sent while the engine loads the one before; it then waits in the engine."""
 
     def __init__(self, fanout: Fanout, config: Config, rules: list[Rule], select: Callable[[str], bool]) -> None:
         self._fanout = fanout
@@ -93,7 +91,7 @@ class BucketRoute:
 
     def _move(self, links: list[EngineLink], deadline: Deadline) -> list[Outcome]:
         outcomes: dict[str, Outcome] = dict.fromkeys((link.url for link in links), None)
-        ahead = self._sends_ahead and bool(self._gpu)
+        ahead = self._sends_ahead
         sending: list[tuple[EngineLink, Future]] = []
         for number in range(len(self._buckets)):
             before = sending
@@ -123,6 +121,11 @@ class BucketRoute:
         self._segments, self._timed_out = {}, False
 
     # ------------------------------------------------------------------------------------------------- planning
+
+    @property
+    def _sends_ahead(self) -> bool:
+        """Whether a bucket is sent while the engine loads the one before; it then waits in the engine."""
+        return bool(self._gpu)
 
     def _is_here(self, rank: int) -> bool:
         """Whether this process can map what that training rank exported."""

@@ -18,7 +18,7 @@ from weightsync.errors import ConfigError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.gathering import GatherGroup, gathered, to_gather
-from weightsync.groups import BroadcastGroup
+from weightsync.groups_broadcast import BroadcastGroup
 from weightsync.groups_exchange import ExchangeGroup
 from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
@@ -134,7 +134,7 @@ class BroadcastRoute(BucketRoute):
     """Whole tensors to stock engines: the bucket route's two arenas, broadcast instead of mapped."""
 
     _engines_map_arenas = False  # its sender reads them, and is ended
-    _sends_ahead = False  # a group takes one broadcast after the other
+    _sends_ahead = True  # in turn: the engine is asked for a bucket when it has received the one before
 
     def __init__(
         self,
@@ -248,12 +248,15 @@ class BroadcastRoute(BucketRoute):
         planned = self._buckets[number]
         specs = [entry.tensor for entry in planned.entries]
         tensors = Tensors([s.name for s in specs], [s.dtype for s in specs], [s.shape for s in specs])
+        group = self._groups[link.url]
+        turn = group.turn()
 
         def send() -> int:
             link.progress.applied = True  # before the call: one that times out may still be loaded
             what = f"bucket {number + 1} of {len(self._buckets)}"
             segment = _segment(self._arenas[number % 2])
-            self._groups[link.url].send(segment, planned.nbytes, tensors, _within(deadline), what)
+            with group.in_turn(turn, deadline, what):
+                group.send(turn, segment, planned.nbytes, tensors, _within(deadline), what)
             return planned.nbytes
 
         return send

@@ -26,7 +26,7 @@ from weightsync.demo_model import shapes
 from weightsync.engines import Tensors
 from weightsync.engines import sglang as client_module
 from weightsync.errors import TransferError, WeightSyncError
-from weightsync.groups import BroadcastGroup
+from weightsync.groups_broadcast import BroadcastGroup
 from weightsync.publisher import Publisher
 from weightsync.session import Session
 from weightsync.spec import PushRequest
