@@ -37,8 +37,8 @@ class Puller(Protocol):
 
     num_bytes: int
 
-    def run(self) -> float:
-        """Do the copies, all of them done on return; seconds that it took."""
+    def run(self, *, alone: bool = True) -> float:
+        """Do the copies, all of them done on return; seconds that it took. ``alone``: after all else on their GPU."""
         ...
 
 

@@ -73,20 +73,31 @@ class Puller:
     def num_launches(self) -> int:
         return sum(step.num_launches for step in self._steps)
 
-    def run(self) -> float:
+    def run(self, *, alone: bool = True) -> float:
         """Do the copies; seconds from the first launch until the GPU has finished them.
 
-        Waits first for all work of this process on the target's GPU. The sources' owners must have synchronised.
+        Waits first for all work of this process on the target's GPU; if not ``alone``, for none, and then only for the
+        copies. The sources' owners must have synchronised.
         """
         if not self._pairs:
             return 0.0
         with torch.cuda.device(self.device):
-            torch.cuda.synchronize(self.device)
+            if alone:
+                torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             for step in self._steps:
                 step()
-            torch.cuda.synchronize(self.device)
+            if alone:
+                torch.cuda.synchronize(self.device)
+            else:
+                self._wait()
             return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+        for step in self._steps:
+            if isinstance(step, _DriverCopies):
+                step.wait()
 
 
 class _FromHost:
@@ -119,6 +130,10 @@ class _DriverCopies:
         handles = [stream.cuda_stream for stream in self._streams]
         for i, copy in enumerate(zip(self._targets, self._sources, self._sizes, strict=True)):
             cuda_driver.copy(*copy, handles[i % len(handles)])
+
+    def wait(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
 
 
 class _Chunks:

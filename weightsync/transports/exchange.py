@@ -155,7 +155,7 @@ class Outgoing:
         sends = []
         for peer, flow in self.flows.items():
             if number < len(flow.messages):
-                flow.pullers[number].run()
+                flow.pullers[number].run(alone=False)  # beside what travels
                 sends.append((peer, flow.messages[number]))
         return sends
 
@@ -179,11 +179,12 @@ class Incoming:
     def run(self, group: GroupLike, deadline: Deadline) -> int:
         """Receive and unpack all, done on return; the bytes received. Raises TransferError, TransferTimeout."""
         rounds = _rounds(self.flows)
-        coming = group.start([], self.expected(0)) if rounds else []
-        for number in range(rounds):
-            group.finish(coming, deadline)
-            coming = group.start([], self.expected(number + 1)) if number + 1 < rounds else []
+        coming = [group.start([], self.expected(number)) for number in range(min(2, rounds))]
+        for number in range(rounds):  # the next is on its way already, with no pause between the two
+            group.finish(coming[number], deadline)
             self.unpack(number)
+            if number + 2 < rounds:  # into the arena that was unpacked just now
+                coming.append(group.start([], self.expected(number + 2)))
         return self.num_bytes
 
     def expected(self, number: int) -> list[tuple[int, torch.Tensor]]:
@@ -194,7 +195,7 @@ class Incoming:
         """Bring chunk ``number`` of every peer where it belongs."""
         for flow in self.flows.values():
             if number < len(flow.pullers):
-                flow.pullers[number].run()
+                flow.pullers[number].run(alone=False)  # beside what travels
 
 
 def swap(group: GroupLike, out: Outgoing, into: Incoming, deadline: Deadline) -> None:

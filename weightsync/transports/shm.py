@@ -156,8 +156,8 @@ class Puller:
         self.num_bytes = sum(target.numel() * target.itemsize for target in self._targets)
         self.num_copies = len(kept)
 
-    def run(self) -> float:
-        """Do the copies; seconds."""
+    def run(self, *, alone: bool = True) -> float:
+        """Do the copies; seconds. Nothing else is ever under way here."""
         start = time.perf_counter()
         for target, source in zip(self._targets, self._sources, strict=True):
             target.copy_(source)
