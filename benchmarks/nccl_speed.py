@@ -26,7 +26,8 @@ import torch.distributed as dist
 from weightsync.engines.local import free_port
 
 NBYTES = 1 << 30
-ROUNDS, WAIT_S = 9, 120
+ROUNDS, WAIT_S = 9, 100
+ANSWER_S = 40.0
 MIB = 1 << 20
 
 
@@ -137,7 +138,7 @@ class Pair:
                     if expected == "go":
                         connection.send("go")
                 for connection in self._connections:
-                    if not connection.poll(WAIT_S):
+                    if not connection.poll(ANSWER_S):
                         return "no answer in time"
                     found.append(connection.recv())
         except (EOFError, OSError):
@@ -161,6 +162,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))},
         "commit": arguments.commit,
     }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [about | {"setting": "plain peer copy", "gb_per_s": {"copy": peer_copy()}}]
     torch.cuda.empty_cache()
     pairs = [Pair(setting) for setting in SETTINGS]
@@ -169,10 +171,9 @@ def main() -> None:
         pair.end()
         result = {"error": found} if isinstance(found, str) else {"gb_per_s": found}
         rows.append(about | {"setting": pair.setting.name} | result)
+        arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
     for row in rows:
         print(f"{row['setting']:110}", row.get("gb_per_s") or row["error"], flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
