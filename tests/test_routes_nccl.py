@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ import torch
 from tests.fakes.engine import DISTRIBUTED, UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
 from tests.test_session import World, assert_serves, engine, served
-from weightsync import groups_broadcast, nodes, routes_nccl
+from weightsync import groups_broadcast, nodes, routes_broadcast, routes_nccl
+from weightsync.deadline import Deadline
+from weightsync.engines import Tensors
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError
-from weightsync.spec import PushRequest
+from weightsync.fanout import Fanout
+from weightsync.spec import PushRequest, Segment, TensorSpec
+from weightsync.transports.bucket import plan_buckets
+from weightsync.transports.nccl import Broadcast, Part
 from weightsync.transports.sender import Nursery
 
 
@@ -30,6 +36,8 @@ class Shared:
         pass
 
 
+SEGMENT = Segment("shm", b"", 1)
+TENSORS = Tensors(["t"], ["uint8"], [(1,)])
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 
 pytestmark = pytest.mark.timeout(120)
@@ -87,53 +95,101 @@ def test_stock_engines_of_different_tp_get_the_same_buckets(world, version):
     assert len(buckets) >= 6 and all(b["flush_cache"] is False and "weight_version" not in b for b in buckets)
 
 
-def test_while_an_engine_loads_a_bucket_the_next_one_waits_there_and_no_third(world):
+def test_a_bucket_is_asked_for_when_the_one_before_is_answered_and_not_earlier(world):
     one = world(stock(2))
     one.push(1)
-    fake, waiting = one.engines[0], []
+    fake, answered = one.engines[0], []
     update = fake.groups.update
 
     def load(body):
         answer = update(body)
-        time.sleep(0.2)
-        sent = [c.body["names"] for c in fake.calls if c.path == DISTRIBUTED]
-        waiting.append(len(sent) - 1 - sent.index(body["names"], before))
+        time.sleep(0.05)
+        answered.append(time.monotonic())
         return answer
 
     fake.groups.update = load
-    before = fake.paths().count(DISTRIBUTED)
+    before = len(fake.calls)
     one.push(2)
     assert_serves(fake, one.tensors, 2)
-    assert waiting == [1] * (len(waiting) - 1) + [0] and len(waiting) >= 5
+    asked = [call.at for call in fake.calls[before:] if call.path == DISTRIBUTED]
+    assert len(asked) >= 5
+    assert all(later > earlier for later, earlier in zip(asked[1:], answered[:-1], strict=True))
 
 
-def test_a_bucket_that_is_refused_after_it_came_leaves_no_engine_in_a_broadcast(world, nursery):
-    one = world(stock())
-    one.push(1)
-    fake, senders, received = one.engines[0], children(nursery), []
-    update = fake.groups.update
-
-    def refuse_the_third(body):
-        answer = update(body)
-        received.append(body["names"])
-        time.sleep(0.2)  # in which the next request comes
-        return (400, {"success": False, "message": "told to refuse"}) if len(received) == 3 else answer
-
-    fake.groups.update = refuse_the_third
-    with pytest.raises(EngineRejected, match=r"bucket 3 of \d+: .*told to refuse"):
-        one.push(2)
-    assert len(received) == 4, "the request that was there already got its broadcast, and no other was made"
-    assert children(nursery) == senders
-    before = len(fake.calls)
-    one.push(3)
-    assert_serves(fake, one.tensors, 3)
-    assert INIT in [c.path for c in fake.calls[before:]], "and what failed is made anew"
+@pytest.mark.parametrize("engines", [1, 2], ids=["filled by the sender", "filled by the actor"])
+def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines):
+    monkeypatch.setattr(routes_broadcast, "PART_BYTES", 1)
+    one = world(*[stock(1 + number) for number in range(engines)])
+    for step in (1, 2):
+        one.push(step)
+        for fake in one.engines:
+            assert_serves(fake, one.tensors, step)
+    groups = one.session._routes["nccl"]._whole._groups.values()
+    assert [group.fills for group in groups] == [engines == 1] * engines
+    sent = [c.body for c in one.engines[0].calls if c.path == DISTRIBUTED]
+    assert {body["load_format"] for body in sent if body["names"] != groups_broadcast.PROBE.names} == {None}
 
 
-def test_nccl_may_buffer_what_its_channels_hold():
-    assert groups_broadcast.buffered_bytes({}) == 256 << 20
-    assert groups_broadcast.buffered_bytes({"NCCL_BUFFSIZE": str(8 << 20)}) == 512 << 20
-    assert groups_broadcast.buffered_bytes({"NCCL_BUFFSIZE": "1024"}) == 256 << 20
+def test_small_tensors_and_those_that_nccl_may_not_know_are_flattened():
+    def parts(nbytes: int, *dtypes: str) -> list[Part]:
+        specs = [TensorSpec(f"t{i}", (nbytes,), dtype) for i, dtype in enumerate(dtypes)]
+        (planned,) = plan_buckets(specs, 1 << 40)
+        return routes_broadcast.parts_of(planned)
+
+    least = routes_broadcast.PART_BYTES
+    assert parts(least // 2, "bfloat16", "bfloat16") == [
+        Part(0, least, "bfloat16"),
+        Part(least, 2 * least, "bfloat16"),
+    ]
+    assert parts(least // 2 - 1, "bfloat16", "bfloat16") == []
+    assert parts(least, "float8_e4m3fn", "bfloat16") == []
+
+
+class FakeSender:
+    """``begin`` returns at once, ``finish`` when ``over`` is set; ``said`` is what happened, in order."""
+
+    def __init__(self) -> None:
+        self.over, self.said, self.alive = threading.Event(), [], True
+        self._begun = 0
+
+    def call(self, method, argument=None, *, deadline, returns=None):
+        if method == "finish":
+            assert self.over.wait(deadline.remaining_s())
+        self.said.append(f"{method} {argument.number if method == 'finish' else self._begun}")
+        self._begun += method == "begin"
+        return self._begun - 1
+
+    def kill(self) -> None:
+        self.said.append("kill")
+        self.alive = False
+
+
+def test_an_engine_that_refuses_a_bucket_may_finish_the_one_before_first():
+    """Its answer comes when it takes part; killed meanwhile, the sender would leave it in that broadcast."""
+    sender, fanout = FakeSender(), Fanout("test")
+
+    class Client:
+        def update_weights_from_distributed(self, tensors, group_name, deadline, *, flattened, what):
+            if what == "bucket 2":
+                threading.Timer(0.3, sender.over.set).start()
+                raise EngineRejected("told to refuse")
+
+    info = SimpleNamespace(nccl_variables={}, tp_size=1, device="cpu")
+    link = SimpleNamespace(info=info, url="http://127.0.0.1:1", client=Client())
+    group = groups_broadcast.BroadcastGroup(link, fanout, SimpleNamespace(meeting_host=lambda *_: "127.0.0.1"), "")
+    group._senders, group._joined = [sender], True
+
+    def send(number, turn):
+        with group.in_turn(turn, Deadline(5, "test"), f"bucket {number}"):
+            group.send(turn, Broadcast(SEGMENT, 1, 5.0), TENSORS, Deadline(5, "test"), f"bucket {number}")
+
+    turns = [group.turn() for _ in range(3)]
+    futures = [fanout.submit(lambda n=n, turn=turn: send(n + 1, turn)) for n, turn in enumerate(turns)]
+    assert futures[0].exception(5) is None
+    assert isinstance(futures[1].exception(5), EngineRejected)
+    assert "one before it failed" in str(futures[2].exception(5))
+    kill = sender.said.index("kill")
+    assert {"finish 0", "finish 1"} <= set(sender.said[:kill]) and "begin 2" not in sender.said
 
 
 def test_receivers_get_only_their_slices_and_are_verified(world):
@@ -228,7 +284,7 @@ def test_a_dead_engine_wedges_no_other(world, how):
 
 
 def test_a_stalled_engine_is_given_up_in_time_fenced_and_healed_by_the_next_push(world, monkeypatch):
-    monkeypatch.setattr(routes_nccl, "MIN_STALL_S", 1.0)
+    monkeypatch.setattr(routes_broadcast, "MIN_STALL_S", 1.0)
     one = world(stock(), stock(), on_engine_failure="exclude", timeout_s=20.0)
     one.push(1)
     one.engines[1].misbehave(DISTRIBUTED, "slow", at=3, seconds=8.0)

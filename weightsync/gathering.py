@@ -15,7 +15,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fit import dtype_bytes
 from weightsync.fleet import EngineLink
-from weightsync.groups import NAME, Senders, backend_of
+from weightsync.groups import CTAS, NAME, Senders, backend_of
 from weightsync.nodes import Nodes, Place
 from weightsync.spec import Copy, Export, Segment, Struct, View
 from weightsync.transports.bucket import Bucket
@@ -25,6 +25,8 @@ from weightsync.transports.node import SenderLike
 
 class GatherGroup(Senders):
     """Senders alone: those on other nodes give one here, rank 0, what completes the buckets of stock engines."""
+
+    _ctas = CTAS
 
     def __init__(self, fanout: Fanout, nodes: Nodes, places: Sequence[Place], *, like: EngineLink) -> None:
         assert like.info is not None, "connect first"

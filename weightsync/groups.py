@@ -21,37 +21,27 @@ from weightsync.transports.node import SenderLike
 
 NAME = "weightsync-{}"
 CLOSE_S = 5.0
+CTAS = 32
+"""With its own choice NCCL sends 328 GB/s between two H200s, with this 373, where a plain peer copy makes 389."""
 
 
-def together(
-    ask: Callable[[], object],
-    act: Callable[[], object],
-    give_up: Callable[[], None],
-    acted: Callable[[], None] = lambda: None,
-) -> None:
+def together(ask: Callable[[], object], act: Callable[[], object], give_up: Callable[[], None]) -> None:
     """``ask`` the engine from a thread while ``act`` does the senders' part; the first to fail ends the other.
 
-    ``acted`` is called when the senders' part is over; an engine that fails after that ends nothing. Raises the failure
-    that came first, with the engine's words if it had any; EngineLost before all others.
+    Raises the failure that came first, with the engine's words if it had any; EngineLost before all others.
     """
     failures: list[tuple[str, WeightSyncError]] = []
-    lock, is_over = threading.Lock(), False
 
     def run(side: str, function: Callable[[], object]) -> None:
         try:
             function()
         except WeightSyncError as e:
-            with lock:
-                failures.append((side, e))
-                if not is_over:
-                    give_up()
+            failures.append((side, e))
+            give_up()
 
     asking = threading.Thread(target=run, args=("engine", ask), name="weightsync-ask", daemon=True)
     asking.start()
     run("sender", act)
-    with lock:
-        is_over = True
-    acted()
     asking.join()
     if not failures:
         return
@@ -64,6 +54,9 @@ def together(
 
 class Senders:
     """Sender processes, one a place, replaced after they were killed: the first ranks of a group."""
+
+    _ctas = 0
+    """See ``rendezvous.Group``; 0 where others than ourselves make the group too."""
 
     def __init__(
         self,
@@ -110,7 +103,7 @@ class Senders:
 
     def _join_senders(self, spec: GroupSpec, deadline: Deadline) -> None:
         def join(rank: int) -> None:
-            request = join_request(spec, rank, deadline)
+            request = join_request(spec, rank, deadline, ctas=self._ctas)
             self._senders[rank].call("join", request, deadline=deadline)
 
         self._fanout.all(join, range(len(self._senders)))
@@ -144,7 +137,7 @@ def backend_of(link: EngineLink) -> str:
     return "gloo" if link.info.device == "cpu" else "nccl"
 
 
-def join_request(spec: GroupSpec, rank: int, deadline: Deadline, greeted_by: int = 0) -> Join:
+def join_request(spec: GroupSpec, rank: int, deadline: Deadline, greeted_by: int = 0, ctas: int = 0) -> Join:
     return Join(
         name=spec.group_name,
         host=spec.master_address,
@@ -154,6 +147,7 @@ def join_request(spec: GroupSpec, rank: int, deadline: Deadline, greeted_by: int
         backend=spec.backend,
         timeout_s=deadline.remaining_s(),
         greeted_by=greeted_by,
+        ctas=ctas,
     )
 
 

@@ -1,10 +1,15 @@
-"""The process group of a stock engine: one sender, which broadcasts whole buckets. Runs in the actor."""
+"""The process group of a stock engine: one sender, which broadcasts whole buckets. Runs in the actor.
+
+The engine answers when it takes part in a broadcast, which may be long before that is over. So requests are made one
+after the other, each as soon as the one before is answered, and two broadcasts are under way: what a request takes on
+its way is hidden behind the bytes of the bucket before. Requests made earlier could change places.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 from weightsync.deadline import Deadline
 from weightsync.engines import Tensors
@@ -14,23 +19,23 @@ from weightsync.fleet import EngineLink
 from weightsync.groups import CLOSE_S, NAME, EngineGroup, quietly, together
 from weightsync.nodes import Nodes, Place
 from weightsync.spec import Segment
-from weightsync.transports.nccl import PROBE_BYTES, Broadcast
+from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Fill, Finish
+from weightsync.transports.node import SenderLike
 
 PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])
 _NAMES_TRIED = 8
-_CHANNELS = 64
-_BUFFER_BYTES = 4 << 20  # of a channel, unless NCCL_BUFFSIZE says otherwise
+_GRACE_S = 2.0
+"""What an engine that refused a bucket may still be in the middle of is let finish: a sender killed meanwhile would
+leave it there for ever."""
 
 
 class Turn:
-    """A bucket's place in the order of a group: the engine is asked when it has surely begun with the one before.
+    """A bucket's place in the order of a group. ``asked``: the engine has answered, ``over``: it has the bytes; or not,
+    since something failed."""
 
-    While the engine loads one bucket the request for the next one is then there already, and no third. Earlier the two
-    requests could change places on their way.
-    """
-
-    def __init__(self, before: threading.Event) -> None:
-        self.before, self.over = before, threading.Event()
+    def __init__(self, before: Turn | None) -> None:
+        self.before = before
+        self.asked, self.over = threading.Event(), threading.Event()
 
 
 class BroadcastGroup(EngineGroup):
@@ -40,9 +45,18 @@ class BroadcastGroup(EngineGroup):
         super().__init__(link, fanout, nodes, [Place("", device)])
         self._name = ""
         self._failed = False
-        self._buffered_bytes = 0
-        self._last = threading.Event()
-        self._last.set()
+        self._last: Turn | None = None
+        self._fill: Fill | None = None
+        self._prepared: SenderLike | None = None
+
+    @property
+    def fills(self) -> bool:
+        """Whether its sender fills the arenas too."""
+        return self._fill is not None
+
+    def fill_by(self, fill: Fill | None) -> None:
+        """Have the sender fill the arenas, as ``fill`` says: side by side with its broadcasts, as one process can."""
+        self._fill, self._prepared = fill, None
 
     def ready(self, probe: Segment, deadline: Deadline) -> None:
         """Make the group if there is none that works, and send the first byte of ``probe`` through it."""
@@ -50,6 +64,7 @@ class BroadcastGroup(EngineGroup):
             self.give_up()
         for number in range(_NAMES_TRIED):
             self.started(deadline)
+            self._prepare(deadline)
             if self._joined:
                 return
             try:
@@ -58,41 +73,63 @@ class BroadcastGroup(EngineGroup):
                 if "already been created" not in e.message:
                     raise
                 continue  # a dead run's group that the engine could not take down
-            self._send(probe, PROBE_BYTES, PROBE, deadline, "the first message of the group")
-            if self._backend != "gloo":  # whose broadcasts wait for every member
-                settings = self._senders[0].call("settings", deadline=deadline, returns=dict[str, str])
-                self._buffered_bytes = buffered_bytes(settings)
+            with self.in_turn(self.turn(), deadline, "the first message of the group") as turn:
+                request = Broadcast(probe, PROBE_BYTES, deadline.remaining_s())
+                self.send(turn, request, PROBE, deadline, "the first message of the group")
             self._joined = True
 
     def turn(self) -> Turn:
         """The next place in the order; whoever takes one must come ``in_turn``."""
-        turn = Turn(self._last)
-        self._last = turn.over
-        return turn
+        self._last = Turn(self._last)
+        return self._last
 
     @contextlib.contextmanager
-    def in_turn(self, turn: Turn, deadline: Deadline, what: str) -> Iterator[None]:
+    def in_turn(self, turn: Turn, deadline: Deadline, what: str) -> Iterator[Turn]:
         """Wait for a place in the order, to ``send`` there. Raises TransferError if a bucket before it failed."""
         try:
-            if not turn.before.wait(deadline.remaining_s()):
-                raise deadline.error(f"{what}: the broadcast before it is not over")
-            if self._failed or not self._joined:
+            if turn.before is not None and not turn.before.asked.wait(deadline.remaining_s()):
+                raise deadline.error(f"{what}: the engine has not answered for the one before it")
+            if self._failed:
                 raise TransferError(f"{what} was not sent: one before it failed")
-            yield
+            yield turn
         except WeightSyncError:
             self._failed = True
             raise
         finally:
+            turn.asked.set()
             turn.over.set()
+            turn.before = None
 
-    def send(self, turn: Turn, segment: Segment, nbytes: int, tensors: Tensors, deadline: Deadline, what: str) -> None:
-        """Broadcast one bucket; returns when the engine has loaded it. The next one's turn may come before that."""
-        tells = nbytes > self._buffered_bytes  # a broadcast that is over here has begun there
-        self._send(segment, nbytes, tensors, deadline, what, turn.over.set if tells else lambda: None)
+    def send(self, turn: Turn, request: Broadcast, tensors: Tensors, deadline: Deadline, what: str) -> None:
+        """Broadcast one bucket, in turn; returns when the engine has taken it. The next turn comes before that."""
+        client, sender, begun = self.link.client, self._senders[0], list[int]()
+
+        def ask() -> None:
+            try:
+                flattened = not request.parts
+                client.update_weights_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
+            except EngineRejected as e:
+                if tensors is PROBE and PROBE.names[0] in e.message:
+                    return  # a loader that takes no unknown names
+                if (cause := self._cause(turn, begun)) is None:
+                    raise
+                cause.message = f"{cause.message}; then the engine: {e.message}"
+                raise cause from e
+
+        def begin() -> None:
+            begun.append(sender.call("begin", request, deadline=deadline, returns=int))
+
+        together(ask, begin, self.give_up)
+        turn.asked.set()
+        try:
+            sender.call("finish", Finish(begun[0], deadline.remaining_s()), deadline=deadline)
+        except WeightSyncError:
+            self.give_up()
+            raise
 
     def give_up(self) -> None:
         super().give_up()
-        self._failed = False
+        self._failed, self._last = False, None
 
     def close(self) -> None:
         """Have the engine leave, and end the sender."""
@@ -100,6 +137,23 @@ class BroadcastGroup(EngineGroup):
             deadline = Deadline(CLOSE_S, "leaving the group")
             quietly(lambda: self.link.client.destroy_weights_update_group(self._name, deadline))
         self.give_up()
+
+    def _cause(self, turn: Turn, begun: list[int]) -> WeightSyncError | None:
+        """Why the engine refused, if it is that the sender is gone; else what is under way is let finish."""
+        grace = Deadline(_GRACE_S, "letting the engine finish")
+        if turn.before is not None:
+            turn.before.over.wait(_GRACE_S)
+        try:
+            for number in begun:
+                self._senders[0].call("finish", Finish(number, grace.remaining_s()), deadline=grace)
+        except WeightSyncError as e:
+            return None if self._senders[0].alive else e
+        return None
+
+    def _prepare(self, deadline: Deadline) -> None:
+        if self._fill is not None and self._prepared is not self._senders[0]:
+            self._senders[0].call("prepare", self._fill, deadline=deadline)
+            self._prepared = self._senders[0]
 
     def _make(self, name: str, deadline: Deadline) -> None:
         client = self.link.client
@@ -114,34 +168,5 @@ class BroadcastGroup(EngineGroup):
                 self.give_up,
             )
         except WeightSyncError as e:
-            self.give_up()
             e.message = f"joining group {name} at {self._host}:{port}: {e.message}"
             raise
-
-    def _send(
-        self,
-        segment: Segment,
-        nbytes: int,
-        tensors: Tensors,
-        deadline: Deadline,
-        what: str,
-        broadcast: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``broadcast`` is called when the sender's part is over, whatever came of it."""
-        request = Broadcast(segment, nbytes, deadline.remaining_s())
-        client = self.link.client
-
-        def ask() -> None:
-            try:
-                client.update_weights_from_distributed(tensors, self._name, deadline, what=what)
-            except EngineRejected as e:
-                if tensors is not PROBE or PROBE.names[0] not in e.message:  # a loader that takes no unknown names
-                    raise
-
-        together(ask, lambda: self._senders[0].call("broadcast", request, deadline=deadline), self.give_up, broadcast)
-
-
-def buffered_bytes(settings: Mapping[str, str]) -> int:
-    """How much of a broadcast NCCL may take off the sender's hands before the others have come, at most."""
-    said = settings.get("NCCL_BUFFSIZE", "")
-    return _CHANNELS * max(_BUFFER_BYTES, int(said) if said.isdecimal() else 0)

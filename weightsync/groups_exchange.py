@@ -14,7 +14,7 @@ from weightsync.deadline import Deadline
 from weightsync.fanout import Fanout
 from weightsync.fit import dtype_bytes
 from weightsync.fleet import EngineLink
-from weightsync.groups import CLOSE_S, NAME, EngineGroup, join_request, quietly, together
+from weightsync.groups import CLOSE_S, CTAS, NAME, EngineGroup, join_request, quietly, together
 from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.sharing import Pass, Shared, share
@@ -28,6 +28,8 @@ class ExchangeGroup(EngineGroup):
 
     ``places``: by training rank, where it is read. ``sent_bytes``: what the senders sent at the last push.
     """
+
+    _ctas = CTAS
 
     def __init__(
         self, link: EngineLink, config: Config, fanout: Fanout, nodes: Nodes, places: Mapping[int, Place]
@@ -118,7 +120,7 @@ class ExchangeGroup(EngineGroup):
             return
         spec = self._spec(NAME.format(secrets.token_hex(4)), self._listen(deadline))
         senders, ranks = spec.rank_offset, range(spec.rank_offset, spec.world_size)
-        requests = [join_request(spec, rank, deadline, greeted_by=senders) for rank in ranks]
+        requests = [join_request(spec, rank, deadline, greeted_by=senders, ctas=CTAS) for rank in ranks]
         greet = Greet(list(ranks), deadline.remaining_s())
 
         def act() -> None:

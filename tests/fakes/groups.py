@@ -90,10 +90,13 @@ def _member(body: dict[str, Any], rank: int) -> ProcessGroupGloo:
 def _receive(member: ProcessGroupGloo, body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     dtypes = [getattr(torch, d) for d in body["dtypes"]]
     sizes = [torch.Size(s).numel() * d.itemsize for s, d in zip(body["shapes"], dtypes, strict=True)]
+    if body["load_format"] is None:
+        whole = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
+        for work in [_broadcast(member, tensor) for tensor in whole]:
+            work.wait()
+        return list(zip(body["names"], whole, strict=True))
     flat = torch.empty(sum(sizes), dtype=torch.uint8)
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    member.broadcast([flat], options).wait()
+    _broadcast(member, flat).wait()
     tensors, start = [], 0
     for name, dtype, shape, size in zip(body["names"], dtypes, body["shapes"], sizes, strict=True):
         if start % dtype.itemsize:
@@ -101,3 +104,9 @@ def _receive(member: ProcessGroupGloo, body: dict[str, Any]) -> list[tuple[str, 
         tensors.append((name, flat[start : start + size].view(dtype).reshape(shape)))
         start += size
     return tensors
+
+
+def _broadcast(member: ProcessGroupGloo, tensor: torch.Tensor) -> Any:
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return member.broadcast([tensor], options)

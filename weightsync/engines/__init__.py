@@ -97,9 +97,13 @@ class Engine(Protocol):
         ...
 
     def update_weights_from_distributed(
-        self, tensors: Tensors, group_name: str, deadline: Deadline, *, what: str = ""
+        self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
     ) -> None:
-        """Receive one flattened bucket by broadcast and load it. ``what`` names it in errors."""
+        """Receive one bucket by a broadcast, or by one a tensor if not ``flattened``, and load it.
+
+        Between GPUs an answer says that the engine takes part, not that the bytes are there. ``what`` names the bucket
+        in errors.
+        """
         ...
 
     def destroy_weights_update_group(self, group_name: str, deadline: Deadline) -> None:

@@ -142,12 +142,12 @@ class SglangEngine:
         self._json("POST", "/init_weights_update_group", "move", deadline, msgspec.to_builtins(group))
 
     def update_weights_from_distributed(
-        self, tensors: Tensors, group_name: str, deadline: Deadline, *, what: str = ""
+        self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
     ) -> None:
-        """``/update_weights_from_distributed``, a flattened bucket. Never flushes, never stamps a version."""
+        """``/update_weights_from_distributed``. Never flushes, never stamps a version."""
         body = msgspec.to_builtins(tensors) | {
             "group_name": group_name,
-            "load_format": "flattened_bucket",
+            "load_format": "flattened_bucket" if flattened else None,
             "flush_cache": False,
             "abort_all_requests": False,
         }

@@ -20,6 +20,7 @@ This file is the wire between actor and sender, and the sender's end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -27,11 +28,12 @@ from typing import Any
 
 import torch
 
+from weightsync import transports
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
 from weightsync.pulling import MappedSegments
 from weightsync.spec import Copy, Segment, Shard, Struct
-from weightsync.transports import Memory
+from weightsync.transports import Memory, Puller
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
 from weightsync.transports.rendezvous import Group, connect, listen
 from weightsync.versions import library_versions
@@ -51,6 +53,7 @@ class Join(Struct):
     """Become ``rank`` of group ``name``; met at ``host`` and ``port``, which may be the process's own rendezvous.
 
     ``greeted_by``: an engine rank waits for a first byte from that many senders, the first ranks of the group.
+    ``ctas``: see ``rendezvous.Group``.
     """
 
     name: str
@@ -61,13 +64,46 @@ class Join(Struct):
     backend: str
     timeout_s: float
     greeted_by: int = 0
+    ctas: int = 0
+
+
+class Fill(Struct):
+    """How a sender fills the arenas that it broadcasts from: bucket ``n`` by copies into ``arenas[n % 2]``.
+
+    The target of a copy is a view of the arena, in elements of the dtype of its shard.
+    """
+
+    segments: dict[int, list[Segment]]
+    shards: dict[int, list[Shard]]
+    arenas: list[Segment]
+    buckets: list[list[Copy]]
+
+
+class Part(Struct):
+    """Bytes ``start`` to ``end`` of a bucket: a tensor of ``dtype``."""
+
+    start: int
+    end: int
+    dtype: str
 
 
 class Broadcast(Struct):
-    """Give the first ``nbytes`` of ``segment`` to all members."""
+    """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other.
+
+    ``bucket``: which one is filled in there first; -1: somebody else did.
+    """
 
     segment: Segment
     nbytes: int
+    timeout_s: float
+    parts: list[Part] = []
+    bucket: int = -1
+
+
+class Finish(Struct):
+    """Wait for a broadcast, known by the number that its beginning returned."""
+
+    number: int
     timeout_s: float
 
 
@@ -116,6 +152,9 @@ class Sender:
         self._mapped = MappedSegments()
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
+        self._fillers: list[Puller] = []
+        self._under_way: dict[int, list[Any]] = {}
+        self._numbers = itertools.count()
 
     def versions(self) -> dict[str, str]:
         """Of the libraries here; ``host`` is this machine's name."""
@@ -137,7 +176,7 @@ class Sender:
     def join(self, request: Join) -> None:
         """Join a group; returns when every member has come."""
         with self._on_device():
-            self._group = join(request, self._device, self._store)
+            self._group, self._under_way = join(request, self._device, self._store), {}
 
     def greet(self, request: Greet) -> None:
         """Send one byte to each peer."""
@@ -155,13 +194,42 @@ class Sender:
 
     def broadcast(self, request: Broadcast) -> None:
         """Done when every member has it, or has it in its buffers."""
+        self.finish(Finish(self.begin(request), request.timeout_s))
+
+    def begin(self, request: Broadcast) -> int:
+        """Begin a broadcast, after those begun before; the number by which to ``finish`` it."""
         with self._on_device():
             (memory,) = self._mapped.open([request.segment])
-            self._joined().broadcast(memory.tensor[: request.nbytes], Deadline(request.timeout_s, "broadcast"))
+            if request.bucket >= 0:
+                self._fillers[request.bucket].run(alone=False)  # beside the broadcast that is under way
+            flat, deadline = memory.tensor[: request.nbytes], Deadline(request.timeout_s, "broadcast")
+            parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]
+            number = next(self._numbers)
+            self._under_way[number] = self._joined().start_broadcasts(parts, deadline)
+            return number
 
-    def keep(self, segments: list[Segment]) -> None:
-        """Unmap all other arenas."""
-        self._mapped.close_all_but(segments)
+    def finish(self, request: Finish) -> None:
+        """Done when every member has it, or has it in its buffers."""
+        with self._on_device():
+            works, deadline = self._under_way.pop(request.number), Deadline(request.timeout_s, "broadcast")
+            self._joined().finish(works, deadline, doing="broadcast")
+
+    def prepare(self, request: Fill) -> None:
+        """Map the trainer's memory and the arenas, and make ready what fills them; unmap all else."""
+        with self._on_device():
+            arenas = self._mapped.open(request.arenas)
+            memories = {rank: self._mapped.open(segments) for rank, segments in request.segments.items()}
+
+            def pair(copy: Copy, arena: Memory) -> tuple[torch.Tensor, torch.Tensor]:
+                shards = request.shards[copy.rank]
+                target = _target(arena.tensor, copy, shards[copy.source.storage].dtype)
+                return target, source_view(memories, shards, copy)
+
+            self._fillers = [
+                transports.make_puller([pair(copy, arenas[number % len(arenas)]) for copy in copies])
+                for number, copies in enumerate(request.buckets)
+            ]
+            self._mapped.close_all_but([*request.arenas, *(s for own in request.segments.values() for s in own)])
 
     def load(self, request: Load) -> None:
         """Map the trainer's memory and make the arenas for sending from it."""
@@ -256,6 +324,7 @@ def join(request: Join, device: torch.device, store: Any = None, *, in_engine: b
         device=device,
         timeout_s=request.timeout_s,
         in_engine=in_engine,
+        ctas=request.ctas,
     )
 
 

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ class Group:
 
     ``device`` is where the tensors lie: the CPU with gloo, a GPU with nccl. Raises TransferError if not all have come
     before ``timeout_s``. Nothing has been sent yet then: NCCL connects at the first collective. ``in_engine``: leave no
-    trace in torch's list of groups, which is the engine's.
+    trace in torch's list of groups, which is the engine's. ``ctas``: how many blocks NCCL runs, in a group where all
+    members ask for the same; 0: as it chooses.
     """
 
     def __init__(
@@ -84,28 +86,34 @@ class Group:
         device: torch.device,
         timeout_s: float,
         in_engine: bool = False,
+        ctas: int = 0,
     ) -> None:
         self.rank, self.world_size, self.device, self.name = rank, world_size, device, name
         self._store = store
-        self._registered = not in_engine
+        self._registered = not (in_engine or ctas)
         limit = _NEVER if backend == "nccl" else timedelta(seconds=timeout_s)
         store.set_timeout(timedelta(seconds=timeout_s))
-        make = _unregistered if in_engine else _as_sglang
+        make = _as_sglang if self._registered else partial(_unregistered, ctas=ctas)
         try:
             with _errors_left_to_us():
                 made = make(PrefixStore(name, store), name, rank, world_size, backend, limit)
         except (RuntimeError, ValueError) as e:
             raise TransferError(f"group {name} ({backend}, {world_size} members): {_first_line(e)}") from e
         self._group: ProcessGroup | None = made
+        if device.type == "cuda":  # of another pool than the streams of copies, which must not wait here
+            self._waiting = torch.cuda.Stream(device, priority=-1)
 
     def broadcast(self, tensor: torch.Tensor, deadline: Deadline, *, source: int = 0) -> None:
         """Give ``tensor`` to all, or receive it; done on return. Raises TransferError, TransferTimeout."""
+        self.finish(self.start_broadcasts([tensor], deadline, source=source), deadline, doing="broadcast")
+
+    def start_broadcasts(self, tensors: Sequence[torch.Tensor], deadline: Deadline, *, source: int = 0) -> list[Any]:
+        """Begin to give ``tensors`` to all, one after the other, or to receive them; hand the result to ``finish``."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         options.timeout = _left(deadline) if self.device.type == "cpu" else _NEVER
         with self._failing("broadcast", deadline):
-            work = self._alive().broadcast([tensor], options)
-        self._wait([work], deadline, "broadcast")
+            return [self._alive().broadcast([tensor], options) for tensor in tensors]
 
     def start(self, sends: Transfers, receives: Transfers) -> list[Any]:
         """Begin sends and receives as one; hand the result to ``finish``. Until then the tensors must be left alone."""
@@ -123,9 +131,23 @@ class Group:
                 group.recv([tensor], peer, 0)
             return [group._end_coalescing(self.device)]
 
-    def finish(self, works: list[Any], deadline: Deadline) -> None:
-        """Wait for what ``start`` began. Raises TransferError, TransferTimeout."""
-        self._wait(works, deadline, "exchange")
+    def finish(self, works: list[Any], deadline: Deadline, *, doing: str = "exchange") -> None:
+        """Wait for what was begun, and for nothing that was begun after it. Raises TransferError, TransferTimeout."""
+        for work in works if self.device.type == "cpu" else ():
+            with self._failing(doing, deadline):
+                work.wait(_left(deadline))
+        if self.device.type == "cpu" or not works:
+            return
+        with self._failing(doing, deadline), torch.cuda.stream(self._waiting):
+            for work in works:
+                work.wait()
+            done = torch.cuda.Event()
+            done.record()
+        while not done.query():
+            if deadline.passed():
+                self.abort()
+                raise deadline.error(f"group {self.name}: {doing}")
+            time.sleep(_POLL_S)
 
     def abort(self) -> None:
         """Give the group up at once, whatever its members are doing; a thread of ours that waits in it is released."""
@@ -143,20 +165,6 @@ class Group:
         if self._group is None:
             raise TransferError(f"group {self.name} was given up")
         return self._group
-
-    def _wait(self, works: list[Any], deadline: Deadline, doing: str) -> None:
-        for work in works:
-            with self._failing(doing, deadline):
-                work.wait(_left(deadline)) if self.device.type == "cpu" else work.wait()
-        if self.device.type == "cpu" or not works:
-            return
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
-        while not done.query():
-            if deadline.passed():
-                self.abort()
-                raise deadline.error(f"group {self.name}: {doing}")
-            time.sleep(_POLL_S)
 
     @contextlib.contextmanager
     def _failing(self, doing: str, deadline: Deadline | None = None) -> Iterator[None]:
@@ -179,7 +187,7 @@ def _as_sglang(
 
 
 def _unregistered(
-    store: PrefixStore, name: str, rank: int, world_size: int, backend: str, limit: timedelta
+    store: PrefixStore, name: str, rank: int, world_size: int, backend: str, limit: timedelta, *, ctas: int
 ) -> ProcessGroup:
     """The same group to its other members, without torch's lists of groups knowing of it."""
     device = "cuda" if backend == "nccl" else "cpu"
@@ -188,6 +196,8 @@ def _unregistered(
     if backend == "nccl":
         options = distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout, options.group_name = limit, name
+        if ctas:
+            options.config.min_ctas = options.config.max_ctas = ctas
         kind, made = (
             ProcessGroup.BackendType.NCCL,
             distributed_c10d.ProcessGroupNCCL(PrefixStore(f"{device}/", inner), rank, world_size, options),

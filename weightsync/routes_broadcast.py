@@ -1,0 +1,207 @@
+"""Whole tensors to stock engines over process groups: the bucket route's two arenas, broadcast. Runs in the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weightsync import transports
+from weightsync.config import BUCKET_BYTES, Config
+from weightsync.deadline import Deadline
+from weightsync.engines import Tensors
+from weightsync.fanout import Fanout
+from weightsync.fleet import EngineLink
+from weightsync.gathering import GatherGroup, gathered, to_gather
+from weightsync.groups_broadcast import BroadcastGroup
+from weightsync.nodes import Nodes, Place
+from weightsync.plan import Plan
+from weightsync.routes import Outcome
+from weightsync.routes_bucket import BucketRoute
+from weightsync.spec import Export, Segment, TensorSpec
+from weightsync.transports import Memory, bucket
+from weightsync.transports.bucket_cuda import CudaArena
+from weightsync.transports.nccl import Broadcast, Fill, Part
+from weightsync.workers import Workers
+
+GATHER_SHARE = 8
+"""Of a bucket: what its parts from other nodes may take on the way, twice, at both ends."""
+
+BROADCAST_BYTES = 1 << 30
+"""Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that."""
+
+PART_BYTES = 4 << 20
+"""Tensors that are as large as that, on average, are broadcast each by itself."""
+PLAIN = ("float32", "bfloat16", "float16")
+"""What every torch gives to NCCL."""
+
+MIN_STALL_S = 5.0
+STALL_SHARE = 0.25
+"""Of the push's time: what one bucket may take before its engine counts as stalled, so that the others still finish."""
+
+
+class BroadcastRoute(BucketRoute):
+    """Whole tensors to stock engines: the bucket route's two arenas, broadcast instead of mapped."""
+
+    _engines_map_arenas = False  # its sender reads them, and is ended
+    _sends_ahead = True  # in turn: the engine is asked for a bucket when it has answered for the one before
+
+    def __init__(
+        self,
+        fanout: Fanout,
+        config: Config,
+        workers: Workers,
+        select: Callable[[str], bool],
+        groups_fanout: Fanout,
+        nodes: Nodes,
+    ) -> None:
+        super().__init__(fanout, config, workers.rules, select)
+        self._workers = workers
+        self._nodes = nodes
+        self._places: dict[int, Place] = {}
+        self._groups_fanout = groups_fanout
+        self._groups: dict[str, BroadcastGroup] = {}
+        self._gather: GatherGroup | None = None
+
+    def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
+        if not links:
+            self.close_groups()
+            return
+        self._end_gathering()
+        self._places = self._nodes.places(self._workers.hosts(), self._workers.devices())
+        super().prepare(links, plan, exports, deadline)
+        device = self._device()
+        kept = {}
+        for link in links:
+            old = self._groups.pop(link.url, None)
+            if old is not None and old.info is not link.info:
+                old.give_up()
+                old = None
+            kept[link.url] = old or BroadcastGroup(link, self._groups_fanout, self._nodes, device)
+        for group in self._groups.values():
+            group.close()
+        self._groups = kept
+        for group in kept.values():
+            group.started(deadline)
+        self._prepare_gathering(links[0], exports, deadline)
+        fill = self._fill_by_sender(exports) if len(links) == 1 and self._gather is None else None
+        for group in kept.values():
+            group.fill_by(fill)
+
+    def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
+        """Make the groups that are missing, all at once; then the buckets, to those whose group works."""
+        if not self._arenas:
+            return [None for _ in links]
+        opened = self._fanout.each(lambda link: self._open(link, deadline), links)
+        ready = [link for link, outcome in zip(links, opened, strict=True) if outcome is None]
+        moved = dict(zip([link.url for link in ready], super().move(ready, step, deadline), strict=True))
+        return [moved.get(link.url, outcome) for link, outcome in zip(links, opened, strict=True)]
+
+    def close_groups(self) -> None:
+        """Leave every group, and give arenas and mappings back. Idempotent."""
+        for group in self._groups.values():
+            group.close()
+        self._groups = {}
+        self._end_gathering()
+        self.close()
+
+    def _prepare_gathering(self, like: EngineLink, exports: dict[int, Export], deadline: Deadline) -> None:
+        """The group that brings what lies on other nodes, if a bucket has any of it."""
+        read = {copy.rank for copies in self._planned for _, copy in copies}
+        remote = sorted({self._places[rank] for rank in read if not self._is_here(rank)})
+        if remote:
+            places = [Place("", self._device()), *remote]
+            self._gather = GatherGroup(self._groups_fanout, self._nodes, places, like=like)
+            arenas = [_segment(arena) for arena in self._arenas]
+            chunk_bytes = max(1, self._bucket_bytes // (GATHER_SHARE * len(remote)))
+            wanted = [gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)]
+            self._gather.install(*to_gather(wanted, self._places, remote, exports, arenas, chunk_bytes))
+            self._gather.started(deadline)
+
+    def _end_gathering(self) -> None:
+        if self._gather is not None:
+            self._gather.give_up()
+        self._gather = None
+
+    def _is_here(self, rank: int) -> bool:
+        return not self._places[rank].host
+
+    def _device(self) -> str:
+        """The GPU on which buckets are assembled: that of the first training rank here; "" for host memory."""
+        return next((self._places[rank].device for rank in sorted(self._places) if self._is_here(rank)), "")
+
+    def _fill_by_sender(self, exports: dict[int, Export]) -> Fill:
+        """For the sender of an only engine. GPUs run kernels of one process side by side, those of two in turns."""
+        return Fill(
+            segments={rank: export.segments for rank, export in exports.items()},
+            shards={rank: export.shards for rank, export in exports.items()},
+            arenas=[_segment(arena) for arena in self._arenas],
+            buckets=[gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)],
+        )
+
+    def _fill(self, number: int, deadline: Deadline) -> None:
+        if all(group.fills for group in self._groups.values()):
+            return
+        gathering = None
+        if self._gather is not None:
+            gather = self._gather
+            gathering = self._fanout.submit(lambda: gather.fill(number, _within(deadline)))
+        super()._fill(number, deadline)
+        if gathering is not None:
+            gathering.result()
+
+    def _open(self, link: EngineLink, deadline: Deadline) -> None:
+        group = self._groups[link.url]
+        if link.state != "serving":
+            group.give_up()  # the engine may have been restarted, or still hold the group that failed
+        group.started(deadline)
+        group.ready(_segment(self._arenas[0]), _within(deadline))
+
+    def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
+        return bucket.without_gaps(tensors, self._bucket_bytes)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self._config.bucket_bytes or (BROADCAST_BYTES if self._device() else BUCKET_BYTES)
+
+    def _new_arena(self, nbytes: int, exports: dict[int, Export]) -> Memory:
+        device = self._device()
+        return transports.get("cuda_ipc" if device else "shm").allocate(max(nbytes, 1), device)
+
+    def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], int]:
+        planned = self._buckets[number]
+        specs = [entry.tensor for entry in planned.entries]
+        tensors = Tensors([s.name for s in specs], [s.dtype for s in specs], [s.shape for s in specs])
+        what, segment = f"bucket {number + 1} of {len(self._buckets)}", _segment(self._arenas[number % 2])
+        parts = parts_of(planned)
+        group = self._groups[link.url]
+        turn = group.turn()
+
+        def send() -> int:
+            link.progress.applied = True  # before the call: one that times out may still be loaded
+            with group.in_turn(turn, deadline, what):
+                within = _within(deadline)
+                request = Broadcast(segment, planned.nbytes, within.remaining_s(), parts, number if group.fills else -1)
+                group.send(turn, request, tensors, within, what)
+            return planned.nbytes
+
+        return send
+
+
+def parts_of(planned: bucket.Bucket) -> list[Part]:
+    """A bucket's tensors as messages of their own, if they are large; else none: the bucket goes as one.
+
+    Of a flattened bucket an engine makes two copies more, one of them before it can receive; but every message takes
+    both sides some time.
+    """
+    if planned.nbytes < PART_BYTES * len(planned.entries) or any(e.tensor.dtype not in PLAIN for e in planned.entries):
+        return []
+    return [Part(e.start, e.end, e.tensor.dtype) for e in planned.entries]
+
+
+def _segment(arena: bucket.Arena | CudaArena | Memory) -> Segment:
+    assert not isinstance(arena, bucket.Arena | CudaArena), "this route makes its own"
+    return arena.segment
+
+
+def _within(deadline: Deadline) -> Deadline:
+    allowed_s = max(MIN_STALL_S, deadline.timeout_s * STALL_SHARE)
+    return Deadline(min(allowed_s, deadline.remaining_s()), f"{deadline.what}, a step of it")
