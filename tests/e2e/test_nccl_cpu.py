@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.fakes.engine import FakeEngine
 from tests.servers import BOOT_SEED, Kind, Servers, ask
+from weightsync import routes_broadcast
 from weightsync.config import load_config
 from weightsync.deadline import Deadline
 from weightsync.demo_model import DemoModel, shapes, weights
@@ -146,7 +147,11 @@ def test_slices_over_groups_are_verified_in_both_engines(servers: Servers, train
     assert said[OTHER_SEED] != said[BOOT_SEED]
 
 
-def test_a_broadcast_says_the_same_to_stock_engines(servers: Servers, trainer, second, said, as_stock) -> None:
+@pytest.mark.parametrize("part_bytes", [routes_broadcast.PART_BYTES, 1], ids=["flattened", "tensor by tensor"])
+def test_a_broadcast_says_the_same_to_stock_engines(
+    servers: Servers, trainer, second, said, as_stock, monkeypatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(routes_broadcast, "PART_BYTES", part_bytes)
     url = servers.get(KIND).url
     sync = session(trainer, url, second.url, verify="none")
     try:
