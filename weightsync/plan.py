@@ -5,8 +5,6 @@ Everything up to the templates is done once, with coverage proved; copies of an 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import chain
@@ -14,6 +12,7 @@ from math import prod
 
 from msgspec.structs import replace
 
+from weightsync import collector
 from weightsync.config import Config
 from weightsync.explain import PlanSummary
 from weightsync.fit import Reader, check_boxes, check_dtypes, check_fit, dtype_bytes
@@ -130,8 +129,8 @@ def build_plan(
 
     Raises PlanError naming tensors without a home and parameters without a source, or the shape or dtype that differs.
     """
-    with _collector_paused():
-        return _build(exports, rules, layouts, config, source_devices, source_hosts or {})
+    with collector.paused():
+        return _build(exports, rules, layouts, config, source_devices, source_hosts or {}, without)
 
 
 def _build(
@@ -167,18 +166,6 @@ def _build(
         notes=casts + unread_notes(tensors, readers),
     )
     return Plan(tensors, readers, dtypes, summary)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Planning makes millions of tuples and no cycles: looking for cycles was a third of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _plan_tensors(

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
-from weightsync import devices
+from weightsync import collector, devices
 from weightsync import receiver as wire
 from weightsync.errors import PlanError, TransferError, VerifyMismatch
 from weightsync.exchanging import ExchangedPlan, Membership
@@ -48,7 +48,8 @@ class ReceiverSession:
         self.session = command.session
         self._model = model
         self._live = LiveWeights(model)
-        traced = trace(model, self._live, command.tensors)
+        with collector.paused():
+            traced = trace(model, self._live, command.tensors)
         self._derived = traced.derived
         constants = constants_of(self._live, traced)
         self._known = before._live if before is not None else None
@@ -75,7 +76,7 @@ class ReceiverSession:
     def install(self, install: wire.Install) -> None:
         """Make a plan ready to run; maps the trainer's memory. On PlanError or TransferError the old plan stays."""
         plan = install.plan if install.pulls else msgspec.structs.replace(install.plan, copies=[])
-        with self._lock, self._on_device(), torch.no_grad():
+        with self._lock, self._on_device(), torch.no_grad(), collector.paused():
             made: InstalledPlan | ExchangedPlan
             if install.exchange is not None:
                 made = ExchangedPlan(install, live=self._live, membership=self._membership)
@@ -259,7 +260,7 @@ class ReceiverSession:
 
     def _prepare_to_verify(self) -> None:
         """Compile the kernels and make the tables now: at the first push that would take seconds of its pause."""
-        with self._lock, self._on_device(), torch.inference_mode():
+        with self._lock, self._on_device(), torch.inference_mode(), collector.paused():
             self._checks().run()
             self._live.changed_constant()
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 import msgspec
 
 
-class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all nouns: immutable, slotted, comparable, hashable where its fields are."""
+class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Base of all nouns: immutable, slotted, comparable, hashable where its fields are.
+
+    None can be part of a cycle, so the collector does not look at them: a plan has tens of thousands, and an engine's
+    heap takes it long to walk.
+    """
 
 
 # ---------------------------------------------------------------------------------------------------- geometry
