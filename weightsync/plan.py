@@ -6,7 +6,7 @@ Everything up to the templates is done once, with coverage proved; copies of an 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from math import prod
 
@@ -46,7 +46,7 @@ class Plan:
         self._readers = readers
         self._numbers = {(r.engine, r.layout.rank): i for i, r in enumerate(readers)}
         self._summary = summary
-        self._first_region: dict[str, dict[int, int]] = {}
+        self._regions_of: dict[tuple[str, int], list[list[tuple[int, int]]]] = {}
         self._regions: dict[int, list[SourceRegion]] = {}
 
     def rank_plan(self, engine: str, rank: int) -> RankPlan:
@@ -78,13 +78,9 @@ class Plan:
 
         ``fps``: by trainer rank, one fingerprint for each of its ``regions``.
         """
-        if not self._first_region:
-            self._first_region = self._number_regions()
-        result = []
-        for need, _, parts in self._parts_of(self._numbers[engine, rank]):
-            first = self._first_region[need.tensor]
-            result.append(sum(fps[part.rank][first[part.rank] + part.region] for part in parts) % 2**64)
-        return result
+        if (engine, rank) not in self._regions_of:
+            self._regions_of[engine, rank] = self._regions_of_needs(self._numbers[engine, rank])
+        return [sum(fps[r][i] for r, i in regions) % 2**64 for regions in self._regions_of[engine, rank]]
 
     def summary(self, route: str = "") -> PlanSummary:
         """The plan without its copies; ``route`` names the one chosen where the configuration said ``auto``."""
@@ -101,6 +97,14 @@ class Plan:
             if need.tensor not in iterators:
                 iterators[need.tensor] = iter(tensor.template.parts[number])
             yield need, tensor, next(iterators[need.tensor])
+
+    def _regions_of_needs(self, number: int) -> list[list[tuple[int, int]]]:
+        """For each need of a reader the regions that it is made of: trainer rank, and position in its ``regions``."""
+        first = self._number_regions()
+        return [
+            [(part.rank, first[need.tensor][part.rank] + part.region) for part in parts]
+            for need, _, parts in self._parts_of(number)
+        ]
 
     def _number_regions(self) -> dict[str, dict[int, int]]:
         used: Counter[int] = Counter()
@@ -120,12 +124,14 @@ def build_plan(
     config: Config,
     source_devices: dict[int, str],
     source_hosts: dict[int, str] | None = None,
+    without: Collection[str] = (),
 ) -> Plan:
     """Plan a push and prove that it covers every engine parameter.
 
     ``exports``: by trainer rank, its shards; if no memory is exported yet, casts that the engine needs are only noted.
     ``layouts``: by engine, its ranks. ``source_devices`` and ``source_hosts``: by trainer rank, the GPU's UUID ("" for
     host memory) and the host; of several replicas the nearest is read, and equally near ones take turns.
+    ``without``: names of Hugging Face tensors that are left out beside those of ``config.leave_out``.
 
     Raises PlanError naming tensors without a home and parameters without a source, or the shape or dtype that differs.
     """
@@ -140,10 +146,11 @@ def _build(
     config: Config,
     source_devices: dict[int, str],
     source_hosts: dict[int, str],
+    without: Collection[str],
 ) -> Plan:
     readers = [Reader(engine, layout) for engine, ranks in layouts.items() for layout in ranks]
     dtypes = needed_dtypes(layouts, rules, config.rename)
-    sources = map_sources(exports, rules, config.rename, config.leave_out)
+    sources = map_sources(exports, rules, config.rename, config.leave_out, without)
     tiers = [_tiers(reader.layout, sorted(exports), source_devices, source_hosts) for reader in readers]
     tensors = _plan_tensors(sources, readers, dtypes, tiers)
     unread_buffers = check_fit(sources, {n: t.template for n, t in tensors.items()}, readers, config.constants)

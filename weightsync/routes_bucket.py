@@ -6,12 +6,9 @@ trainer's mapped memory while the engines load the other.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
-
-import msgspec
 
 from weightsync import transports
 from weightsync.boxes import dense_strides, volume, whole
@@ -43,7 +40,7 @@ class BucketRoute:
         self._config = config
         self._rules = rules
         self._select = select
-        self._unselected: list[str] = []
+        self._unselected: set[str] = set()
         self._buckets: list[bucket.Bucket] = []
         self._pullers: list[Puller] = []
         self._arenas: list[bucket.Arena | CudaArena | Memory] = []
@@ -161,17 +158,17 @@ class BucketRoute:
     def _tensors(self, exports: dict[int, Export]) -> list[TensorSpec]:
         shards = {rank: export.shards for rank, export in exports.items()}
         sources = map_sources(shards, self._rules, self._config.rename, self._config.leave_out)
-        self._unselected = [name for name in sources.tensors if not self._select(name)]
+        self._unselected = {name for name in sources.tensors if not self._select(name)}
         return [s.spec for name, s in sources.tensors.items() if self._select(name)]
 
     def _copies(self, tensors: list[TensorSpec], exports: dict[int, Export]) -> list[list[tuple[int, Copy]]]:
         """For each bucket, the copies that fill it, each with the index of its tensor in the bucket."""
-        leave_out = [*self._config.leave_out, *(f"^{re.escape(name)}$" for name in self._unselected)]
         plan = build_plan(
             {rank: export.shards for rank, export in exports.items()},
             self._rules,
             {"bucket": [_layout_of(tensors)]},
-            config=msgspec.structs.replace(self._config, leave_out=leave_out),
+            without=self._unselected,
+            config=self._config,
             source_devices=dict.fromkeys(exports, ""),
             source_hosts={rank: _HERE if self._is_here(rank) else "" for rank in exports},
         )

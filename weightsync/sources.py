@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,9 +104,16 @@ def offered(
 
 
 def map_sources(
-    exports: dict[int, list[Shard]], rules: list[Rule], rename: Iterable[RenameConfig], leave_out: Iterable[str]
+    exports: dict[int, list[Shard]],
+    rules: list[Rule],
+    rename: Iterable[RenameConfig],
+    leave_out: Iterable[str],
+    without: Collection[str] = (),
 ) -> Sources:
-    """Shards (a list a trainer rank) and rules -> Sources. Raises PlanError naming the tensor where they do not fit."""
+    """Shards (a list a trainer rank) and rules -> Sources. Raises PlanError naming the tensor where they do not fit.
+
+    ``without``: names of Hugging Face tensors that are left out too. There may be thousands, so no patterns.
+    """
     held = _held_tensors(exports)
     rename, unwanted = list(rename), [re.compile(p) for p in leave_out]
     by_target: dict[str, list[Rule]] = defaultdict(list)
@@ -114,7 +121,7 @@ def map_sources(
     for rule in rules:
         mapped.add(rule.source)
         target = renamed(rule.target, rename)
-        if any(p.search(target) or p.search(rule.source) for p in unwanted):
+        if target in without or any(p.search(target) or p.search(rule.source) for p in unwanted):
             sources.left_out.append(target)
         else:
             by_target[target].append(rule)
