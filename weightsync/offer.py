@@ -199,10 +199,9 @@ class Offer:
                 self._check_same_tensors(outlet, held, reading)
             published = shown.fingerprints() if regions else []
             found = self._checks.of_sources(outlet, held, regions, published)
-            for region, then, fingerprint in zip(regions, published, found):
-                name = outlet.shards[region.view.storage].tensor
-                if fingerprint != then and name not in changed:
-                    changed.append(name)
+            different = [region for region, then, now in zip(regions, published, found) if now != then]
+            names = dict.fromkeys(outlet.shards[region.view.storage].tensor for region in different)
+            changed += [name for name in names if name not in changed]
             self._shown = shown._replace(seen=None)
             self._marks.forget_tensors()
             return Sealed(found, published, changed, time.perf_counter() - start)

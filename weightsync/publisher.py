@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -63,12 +64,28 @@ class SealRequest(Struct):
     regions: list[SourceRegion]
 
 
+class _Publish(Struct):
+    """``PublishRequest`` as it is read: its regions are those of the last push, as a rule, and are decoded once."""
+
+    step: int
+    regions: msgspec.Raw
+    timeout_s: float
+
+
+class _Seal(Struct):
+    """``SealRequest`` as it is read."""
+
+    step: int
+    regions: msgspec.Raw
+
+
 class Wire:
     """What the actor can call. Runs in threads of the server."""
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer
         self._supplier = Supplier(offer)
+        self._regions: tuple[bytes, list[SourceRegion]] = (b"", [])
 
     def describe(self) -> Description:
         """Who this is, what it holds in its own layout, and how that maps to Hugging Face tensors."""
@@ -80,13 +97,13 @@ class Wire:
             request.transport, request.dtypes, in_place=request.in_place, arena_bytes=request.arena_bytes
         )
 
-    def publish(self, request: PublishRequest) -> Published:
+    def publish(self, request: _Publish) -> Published:
         """Raises TransferError if a later step is marked or weights were written after the mark, TransferTimeout.
 
         If exported memory has moved or was withdrawn, the answer has another generation than the export and no
         fingerprints: nothing was published, export again.
         """
-        return self._offer.publish(request.step, request.regions, request.timeout_s)
+        return self._offer.publish(request.step, self._decoded(request.regions), request.timeout_s)
 
     def fill(self, request: FillRequest) -> None:
         """For an arena that is filled in rounds; one filled already is left as it is. Raises TransferError if weights
@@ -94,9 +111,17 @@ class Wire:
         """
         self._offer.fill(request.step, request.number)
 
-    def seal(self, request: SealRequest) -> Sealed:
+    def seal(self, request: _Seal) -> Sealed:
         """Raises TransferError if ``request.step`` is not what was published last, or its memory is gone."""
-        return self._offer.seal(request.step, request.regions)
+        return self._offer.seal(request.step, self._decoded(request.regions))
+
+    def _decoded(self, encoded: msgspec.Raw) -> list[SourceRegion]:
+        """The regions, the same list for the same bytes: what was checked of it holds."""
+        known, regions = self._regions
+        if known != bytes(encoded):
+            regions = msgspec.msgpack.decode(encoded, type=list[SourceRegion])
+            self._regions = (bytes(encoded), regions)
+        return regions
 
     def group_version(self) -> str:
         """As the following, for ``source: nccl``: see ``supply.Supplier``."""
