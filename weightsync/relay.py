@@ -99,6 +99,11 @@ def masked(plan: RankPlan, exports: dict[int, Export], visible: Collection[str])
     return [c for c in plan.copies if _is_masked(_segment_of(c, exports), visible)]
 
 
+def any_masked(exports: dict[int, Export], visible: Collection[str]) -> bool:
+    """Whether anything at all lies on a GPU that a rank which sees ``visible`` cannot see."""
+    return any(_is_masked(segment, visible) for export in exports.values() for segment in export.segments)
+
+
 def _is_masked(segment: Segment, visible: Collection[str]) -> bool:
     return bool(segment.device) and segment.device not in visible
 

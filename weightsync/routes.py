@@ -17,7 +17,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan
-from weightsync.relay import RELAY_RANK, Relay, masked
+from weightsync.relay import RELAY_RANK, Relay, any_masked, masked
 from weightsync.rounds import Conductor, in_rounds, num_rounds, round_of
 from weightsync.spec import Copy, Export, RankPlan
 from weightsync.workers import Workers
@@ -131,8 +131,10 @@ def _relays(links: list[EngineLink], plan: Plan, exports: dict[int, Export]) -> 
     relays: dict[tuple[str, int], Relay] = {}
     for link in links:
         for layout in link.layouts:
+            if not layout.device or not any_masked(exports, layout.visible):
+                continue  # nor are its copies listed, of which there may be thousands
             rank_plan = plan.rank_plan(link.url, layout.rank)
-            if layout.device and masked(rank_plan, exports, layout.visible):
+            if masked(rank_plan, exports, layout.visible):
                 relay = Relay(rank_plan, exports, device=layout.device, visible=layout.visible)
                 relays[link.url, layout.rank] = relay
                 lie = " and ".join(f"{count} bytes on {gpu}" for gpu, count in relay.num_bytes_on.items())
