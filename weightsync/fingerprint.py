@@ -170,6 +170,7 @@ def _words(rows: torch.Tensor, dtype: torch.dtype, scratch: torch.Tensor) -> tor
     return scratch[: words.numel()].view(words.shape).copy_(words)
 
 
+@functools.lru_cache(maxsize=32)
 def _row_weights(origin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """For each row (all dims but the last, flattened) the product of its weights, modulo 2**64, as int64."""
     product = torch.ones(1, dtype=torch.int64)
