@@ -11,7 +11,7 @@ from weightsync import receiver as wire
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.live import LiveWeights
-from weightsync.pulling import target_view
+from weightsync.pulling import SlotViews
 from weightsync.spec import Copy, Segment
 from weightsync.transports import nccl
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked, streams, swap
@@ -70,11 +70,11 @@ class ExchangedPlan:
         self._live = live
         self._fills = install.plan.fills
         self._membership = membership
-        shards, limit_bytes = install.shards, install.exchange.chunk_bytes
+        shards, limit_bytes, views = install.shards, install.exchange.chunk_bytes, SlotViews(live)
 
         def target(copy: Copy) -> torch.Tensor:
             dtype = getattr(torch, shards[copy.rank][copy.source.storage].dtype)
-            return target_view(live, copy, dtype)
+            return views.of_copy(copy, dtype)
 
         def by_peer(copies: dict[int, list[Copy]]) -> dict[int, list[Chunk]]:
             return {peer: chunked(parts, shards, limit_bytes) for peer, parts in copies.items()}

@@ -10,6 +10,7 @@ Runs in training workers and engines, on the current stream; imports Triton, so 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -70,16 +71,16 @@ class Fingerprints:
     """
 
     def __init__(self, items: Sequence[Item], dtype: torch.dtype | None = None) -> None:
-        self._items = [(tensor.detach(), tuple(origin)) for tensor, origin in items]
-        self._count = len(self._items)
+        self._kept = [tensor.untyped_storage() for tensor, _ in items]
+        self._count = len(items)
         self._launches: list[_Launch] = []
-        if not self._items:
+        if not items:
             return
-        devices = {tensor.device for tensor, _ in self._items}
+        devices = {tensor.device for tensor, _ in items}
         assert len(devices) == 1, f"tensors of several devices: {devices}"
         self.device = devices.pop()
         groups: dict[tuple, list[list[int]]] = {}
-        for index, (tensor, origin) in enumerate(self._items):
+        for index, (tensor, origin) in enumerate(items):
             target = dtype or tensor.dtype
             if not _can_fuse(tensor.dtype, target) or target.itemsize not in (1, 2, 4, 8):
                 raise PlanError(f"no fingerprint on the GPU for {tensor.dtype} as {target}")
@@ -142,19 +143,26 @@ def slabs_of(tensor: torch.Tensor, origin: Sequence[int]) -> list[list[int]]:
     lose it at every operation of torch.
     """
     assert len(origin) == tensor.dim(), f"origin {tuple(origin)} of a tensor of shape {tuple(tensor.shape)}"
-    if tensor.numel() == 0:
+    address, slabs = tensor.data_ptr(), _slabs(tensor.shape, tensor.stride(), tuple(origin), tensor.itemsize)
+    return [[address + at, *rest] for at, *rest in slabs]
+
+
+@functools.lru_cache(maxsize=256)
+def _slabs(shape: tuple[int, ...], strides: tuple[int, ...], origin: tuple[int, ...], itemsize: int) -> list[list[int]]:
+    """``slabs_of`` a tensor at address 0: thousands of experts lie alike."""
+    if 0 in shape:
         return []
-    assert all(o + n < 1 << 31 for o, n in zip(origin, tensor.shape, strict=True)), "a dim beyond 2**31 elements"
-    words = max(1, tensor.itemsize // 4) if tensor.itemsize == 8 else 1
-    dims = [(n, s * words, o, _salt(d)) for d, (n, s, o) in enumerate(zip(tensor.shape, tensor.stride(), origin))]
+    assert all(o + n < 1 << 31 for o, n in zip(origin, shape, strict=True)), "a dim beyond 2**31 elements"
+    words = 2 if itemsize == 8 else 1
+    dims = [(n, s * words, o, _salt(d)) for d, (n, s, o) in enumerate(zip(shape, strides, origin))]
     if words == 2:
-        dims.append((2, 1, 0, _salt(tensor.dim())))
+        dims.append((2, 1, 0, _salt(len(shape))))
     wide = sorted((d for d in dims if d[0] > 1), key=lambda d: (d[1] != 1, -d[0]))
     col = wide.pop(0) if wide else _NO_DIM
     row = wide.pop(0) if wide else _NO_DIM
-    starts = [(tensor.data_ptr(), 1)]  # address and prefix
+    starts = [(0, 1)]  # address and prefix
     for size, stride, at, salt in [*wide, *(d for d in dims if d[0] == 1)]:
-        step, dim = stride * min(tensor.itemsize, 4), _dim_of(salt)
+        step, dim = stride * min(itemsize, 4), _dim_of(salt)
         factors = [weight(dim, at + i) for i in range(size)]
         starts = [(a + i * step, p * factors[i] & MASK) for a, p in starts for i in range(size)]
     same = [row[0], col[0], row[1], col[1], row[2], col[2], row[3], col[3]]

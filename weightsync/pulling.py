@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 
 import torch
 
@@ -12,7 +11,7 @@ from weightsync.errors import PlanError
 from weightsync.live import LiveWeights
 from weightsync.rounds import Gate
 from weightsync.spec import Copy, RankPlan, Segment, Shard, View
-from weightsync.views import source_view
+from weightsync.views import SourceViews
 
 
 class MappedSegments:
@@ -68,10 +67,10 @@ class InstalledPlan:
         memories: dict[int, dict[int, transports.Memory]] = {}
         for (rank, index), memory in zip(sorted(used), mapped.open(self.segments)):
             memories.setdefault(rank, {})[index] = memory
-        pairs = []
+        pairs, sources, targets = [], SourceViews(memories, shards), SlotViews(live)
         for copy in plan.copies:
-            source = source_view(memories, shards[copy.rank], copy)
-            pairs.append((target_view(live, copy, source.dtype), source))
+            source = sources(copy)
+            pairs.append((targets.of_copy(copy, source.dtype), source))
         self._gate = gate if rounds else None
         self._pullers = _pullers(pairs, rounds or [len(pairs)])
         self.num_bytes = sum(target.nbytes for target, _ in pairs)
@@ -100,18 +99,31 @@ def _pullers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rounds: Sequenc
     return pullers
 
 
-def target_view(live: LiveWeights, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
-    """The engine's memory of a copy. Raises PlanError if it is of another dtype than what is published."""
-    target = slot_view(live, copy.target, copy.box.size)
-    if target.dtype != dtype:
-        name = live.slots[copy.target.storage].name
-        raise PlanError(f"{name} is {target.dtype}, {copy.tensor} is published as {dtype}", tensor=copy.tensor)
-    return target
+class SlotViews:
+    """Regions of live memory as views, each after checking that it stays inside its tensor's storage.
 
+    Make one for each use: tensors are looked up once. A view is one operation of torch (see ``views.SourceViews``).
+    """
 
-def slot_view(live: LiveWeights, at: View, size: tuple[int, ...]) -> torch.Tensor:
-    """``live.view`` after checking that it stays inside the tensor's storage."""
-    view = live.view(at, size)
-    last = view.storage_offset() + sum((n - 1) * s for n, s in zip(size, at.strides)) if prod(size) else -1
-    assert at.offset >= 0 and (last + 1) * view.itemsize <= view.untyped_storage().nbytes(), f"{at} is outside"
-    return view
+    def __init__(self, live: LiveWeights) -> None:
+        self._live = live
+        self._slots: dict[int, tuple[torch.Tensor, int, int]] = {}
+
+    def __call__(self, at: View, size: tuple[int, ...]) -> torch.Tensor:
+        if at.storage not in self._slots:
+            tensor = self._live.slots[at.storage].tensor()
+            end = tensor.untyped_storage().nbytes() // tensor.itemsize
+            self._slots[at.storage] = tensor, tensor.storage_offset(), end
+        tensor, start, end = self._slots[at.storage]
+        first = start + at.offset
+        last = first + sum((n - 1) * s for n, s in zip(size, at.strides)) if 0 not in size else -1
+        assert at.offset >= 0 and last < end, f"{at} is outside"
+        return tensor.as_strided(size, at.strides, first)
+
+    def of_copy(self, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
+        """The engine's memory of a copy. Raises PlanError if it is of another dtype than what is published."""
+        target = self(copy.target, copy.box.size)
+        if target.dtype != dtype:
+            name = self._live.slots[copy.target.storage].name
+            raise PlanError(f"{name} is {target.dtype}, {copy.tensor} is published as {dtype}", tensor=copy.tensor)
+        return target

@@ -22,7 +22,7 @@ from weightsync.fingerprint import Fingerprinter
 from weightsync.layouts import constants_of, layout_of
 from weightsync.live import LiveWeights, bits
 from weightsync.pull_log import PullLog
-from weightsync.pulling import InstalledPlan, MappedSegments, slot_view
+from weightsync.pulling import InstalledPlan, MappedSegments, SlotViews
 from weightsync.rounds import Ask, Gate, Release
 from weightsync.rpc import Server
 from weightsync.spec import Layout
@@ -253,8 +253,8 @@ class ReceiverSession:
             self._void()
             raise TransferError(f"the engine moved a tensor since it was attached: {moved}")
         if self._fingerprinter is None:
-            views = [slot_view(self._live, n.view, n.box.size) for n in plan.needs]
-            pairs = zip(views, plan.needs, strict=True)
+            views = SlotViews(self._live)
+            pairs = [(views(need.view, need.box.size), need) for need in plan.needs]
             self._fingerprinter = Fingerprinter([(view, need.box.offset, view.dtype) for view, need in pairs])
         return self._fingerprinter
 

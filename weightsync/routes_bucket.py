@@ -23,7 +23,7 @@ from weightsync.sources import map_sources
 from weightsync.spec import Copy, Export, Layout, Need, Param, Rule, TensorSpec, View
 from weightsync.transports import Memory, Puller, bucket
 from weightsync.transports.bucket_cuda import CudaArena, limit_bytes, share_by_handle
-from weightsync.views import box_of, source_view
+from weightsync.views import SourceViews, box_of
 
 NOTE = "buckets:"
 _HERE = "here"
@@ -139,13 +139,10 @@ class BucketRoute:
     def _make_pullers(self) -> None:
         if not self._segments:
             self._segments = self._map({r: export for r, export in self._exports.items() if self._is_here(r)})
+        sources = SourceViews(self._segments, {rank: export.shards for rank, export in self._exports.items()})
         for number, copies in enumerate(self._planned):
             targets = bucket.views(self._arena(number), self._buckets[number])
-            pairs = [
-                (box_of(targets[i], copy.box), source_view(self._segments, self._exports[copy.rank].shards, copy))
-                for i, copy in copies
-                if self._is_here(copy.rank)
-            ]
+            pairs = [(box_of(targets[i], copy.box), sources(copy)) for i, copy in copies if self._is_here(copy.rank)]
             self._pullers.append(transports.make_puller(pairs))
 
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
@@ -167,10 +164,10 @@ class BucketRoute:
             {rank: export.shards for rank, export in exports.items()},
             self._rules,
             {"bucket": [_layout_of(tensors)]},
-            without=self._unselected,
             config=self._config,
             source_devices=dict.fromkeys(exports, ""),
             source_hosts={rank: _HERE if self._is_here(rank) else "" for rank in exports},
+            without=self._unselected,
         )
         order = {e.tensor.name: (n, i) for n, b in enumerate(self._buckets) for i, e in enumerate(b.entries)}
         copies: list[list[tuple[int, Copy]]] = [[] for _ in self._buckets]

@@ -47,8 +47,8 @@ class Puller:
     """A recorded set of copies. ``num_bytes`` are bytes written; ``num_launches`` kernels or driver calls a run."""
 
     def __init__(self, pairs: Sequence[Pair], method: str = "auto") -> None:
-        pairs = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
-        self._pairs = pairs  # keeps what the tables point to alive
+        pairs = [pair for pair in pairs if pair[0].numel()]
+        self._kept = [tensor.untyped_storage() for pair in pairs for tensor in pair]  # alive: tables point to them
         self.num_bytes = sum(target.numel() * target.itemsize for target, _ in pairs)
         self.num_copies = len(pairs)
         self._steps: list[_Chunks | _Tiles | _DriverCopies | _FromHost] = []
@@ -79,7 +79,7 @@ class Puller:
         Waits first for all work of this process on the target's GPU; if not ``alone``, for none, and then only for the
         copies. The sources' owners must have synchronised.
         """
-        if not self._pairs:
+        if not self._kept:
             return 0.0
         with torch.cuda.device(self.device):
             if alone:
@@ -104,7 +104,7 @@ class _FromHost:
     """Copies from host memory, pinned or not."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs = pairs
+        self._pairs = [(target.detach(), source.detach()) for target, source in pairs]
         self.num_launches = len(pairs)
 
     def __call__(self) -> None:

@@ -6,7 +6,8 @@ chunks. Everything else (slices of rows, transposed experts) becomes two-dim *bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -42,9 +43,13 @@ class Boxes(NamedTuple):
 
 
 def split(pairs: Iterable[Pair]) -> tuple[list[Piece], list[Boxes]]:
-    """Pairs as merged contiguous pieces and, by class, boxes."""
+    """Pairs as merged contiguous pieces and, by class, boxes.
+
+    In plain integers, and the arithmetic of each geometry once: thousands of experts share one, and an engine's
+    receiver may lose the interpreter at every operation of torch.
+    """
     pieces: list[Piece] = []
-    groups: dict[BoxClass, list[torch.Tensor]] = {}
+    groups: dict[BoxClass, list[tuple[int, ...]]] = {}
     for target, source in pairs:
         write, read = _dtypes(target, source)
         sizes, to, at = canonical(target.shape, target.stride(), source.stride())
@@ -53,8 +58,8 @@ def split(pairs: Iterable[Pair]) -> tuple[list[Piece], list[Boxes]]:
             pieces.append(_piece(target.data_ptr(), source.data_ptr(), sizes[0] if sizes else 1, write, read))
             continue
         key, rows = _boxes(target.data_ptr(), source.data_ptr(), sizes, to, at, write, read)
-        groups.setdefault(key, []).append(rows)
-    return merge(pieces), [Boxes(*key, torch.cat(rows)) for key, rows in groups.items()]
+        groups.setdefault(key, []).extend(rows)
+    return merge(pieces), [Boxes(*key, torch.tensor(rows)) for key, rows in groups.items()]
 
 
 def _dtypes(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -72,8 +77,9 @@ def _piece(target: int, source: int, count: int, write: torch.dtype, read: torch
     return Piece(target, source, count, write, read)
 
 
+@functools.lru_cache(maxsize=1024)
 def canonical(
-    shape: Sequence[int], target: Sequence[int], source: Sequence[int]
+    shape: tuple[int, ...], target: tuple[int, ...], source: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Sizes, target and source strides with unit dims dropped, outermost target stride first, and dims merged that
     are contiguous in both."""
@@ -173,28 +179,41 @@ def chunk_elements(read: torch.dtype, write: torch.dtype, vector: int) -> int:
 
 def _boxes(
     target: int, source: int, sizes: tuple, to: tuple, at: tuple, write: torch.dtype, read: torch.dtype
-) -> tuple[BoxClass, torch.Tensor]:
-    """A pair's boxes and their class: columns are the target's inner dim, rows the source's inner or the longest."""
+) -> tuple[BoxClass, list[tuple[int, ...]]]:
+    """A pair's boxes and their class."""
+    target_unit, source_unit, vector, starts, same = _box_geometry(sizes, to, at, write, read)
+    rows = [(source + read_at, target + write_at, *same) for read_at, write_at in starts]
+    if vector > 1 and any(row[0] % 16 or row[1] % 16 for row in rows):
+        vector = 1
+    return (write, read, target_unit, source_unit, vector), rows
+
+
+@functools.lru_cache(maxsize=256)
+def _box_geometry(
+    sizes: tuple, to: tuple, at: tuple, write: torch.dtype, read: torch.dtype
+) -> tuple[int, int, int, list[tuple[int, int]], tuple[int, ...]]:
+    """Of a pair's boxes, wherever it lies: target and source unit, elements of a vector, the bytes at which each
+    begins in source and target, and rows, columns and strides, which all share.
+
+    Columns are the target's inner dim, rows the source's inner or the longest.
+    """
     if len(sizes) == 1:
         sizes, to, at = (1, *sizes), (0, *to), (0, *at)
     col, others = len(sizes) - 1, list(range(len(sizes) - 1))
     row = next((d for d in others if at[d] == 1 and at[col] != 1), max(others, key=lambda d: sizes[d]))
-    addresses = torch.tensor([[source, target]])
+    starts = [(0, 0)]
     for d in others:
         if d != row:
-            steps = torch.arange(sizes[d])[:, None] * torch.tensor([at[d] * read.itemsize, to[d] * write.itemsize])
-            addresses = (addresses[:, None] + steps).reshape(-1, 2)
-    same = torch.tensor([sizes[row], sizes[col], at[row], at[col], to[row], to[col]])
-    rows = torch.cat([addresses, same.expand(len(addresses), -1)], dim=1)
+            read_step, write_step = at[d] * read.itemsize, to[d] * write.itemsize
+            starts = [(r + i * read_step, w + i * write_step) for r, w in starts for i in range(sizes[d])]
+    same = (sizes[row], sizes[col], at[row], at[col], to[row], to[col])
     source_unit = 1 if at[col] == 1 else 0 if at[row] == 1 else -1
     target_unit = 1 if to[col] == 1 else -1
     vector = 16 // min(read.itemsize, write.itemsize)
-    strides = [s for s in (at[row], at[col], to[row], to[col]) if s != 1]
+    strides = [s for s in same[2:] if s != 1]
     sizes_fit = sizes[col] % vector == 0 and (source_unit != 0 or sizes[row] % vector == 0)
     even = sizes_fit and -1 not in (source_unit, target_unit) and all(s % vector == 0 for s in strides)
-    if not even or bool((addresses % 16).any()):
-        vector = 1
-    return (write, read, target_unit, source_unit, vector), rows
+    return target_unit, source_unit, vector if even else 1, starts, same
 
 
 def tiles_of(rows: torch.Tensor, cols: torch.Tensor, tile_rows: int, tile_cols: int) -> torch.Tensor:

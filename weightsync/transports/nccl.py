@@ -37,7 +37,7 @@ from weightsync.transports import Memory, Puller
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
 from weightsync.transports.rendezvous import Group, connect, listen
 from weightsync.versions import library_versions
-from weightsync.views import source_view
+from weightsync.views import SourceViews
 
 PROBE_BYTES = 1
 
@@ -236,9 +236,7 @@ class Sender:
         with self._on_device():
             wanted = [s for segments in request.segments.values() for s in segments]
             memories = {rank: self._mapped.open(segments) for rank, segments in request.segments.items()}
-            self._outgoing = outgoing(
-                request, lambda copy: source_view(memories, request.shards[copy.rank], copy), self._device
-            )
+            self._outgoing = outgoing(request, SourceViews(memories, request.shards), self._device)
             self._mapped.close_all_but(wanted)
 
     def send(self, request: Send) -> int:
