@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from weightsync import collector
 from weightsync.config import Config, EngineConfig, check_peers
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, StaleVersion, TransferError, WeightSyncError
@@ -158,6 +159,7 @@ class Session:
                 engine=link.url,
             )
 
+    @collector.paused()
     def _replan(self, deadline: Deadline) -> None:
         """Export what the engines need, plan, and prepare every route. Moves nothing."""
         workers, config = self._workers, self._config
