@@ -102,7 +102,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        targets = [(t, owners) for t in _written(func, args, kwargs) if (owners := self._owners_of(t))]
+        written = _written(func, args, kwargs) if _write_positions(func) else ()
+        targets = [(t, owners) for t in written if (owners := self._owners_of(t))]
         if targets:
             for target, owners in targets:
                 self._record(func, target, owners, args)
