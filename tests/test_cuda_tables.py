@@ -59,6 +59,25 @@ def test_transposed_experts_share_one_launch() -> None:
     assert (boxes[0].target_unit, boxes[0].source_unit, boxes[0].rows.shape) == (1, 0, (4, 8))
 
 
+def test_pairs_that_lie_alike_keep_their_own_addresses_and_alignment() -> None:
+    """The geometry that they share is worked out once; where they begin decides whether vectors can be read."""
+    memory, target = torch.zeros(4096, dtype=torch.int16), torch.zeros(8, 16, 16, dtype=torch.int16)
+    starts = [0, 256, 512 + 1, 1024]  # the third is not at a multiple of 16 bytes
+    sources = [memory.as_strided((16, 16), (1, 16), start) for start in starts]
+    pieces, boxes = split([(target[i], source) for i, source in enumerate(sources)])
+    assert pieces == []
+    assert [(b.vector, len(b.rows)) for b in boxes] == [(8, 3), (1, 1)]
+    found = {tuple(row[:2]) for b in boxes for row in b.rows.tolist()}
+    assert found == {(source.data_ptr(), target[i].data_ptr()) for i, source in enumerate(sources)}
+
+
+def test_a_box_of_three_dims_is_a_row_of_boxes() -> None:
+    source, target = torch.zeros(3, 8, 4), torch.zeros(3, 4, 8)
+    _, (boxes,) = split([(target, source.transpose(1, 2))])
+    steps = [(source[i].data_ptr(), target[i].data_ptr()) for i in range(3)]
+    assert [tuple(row[:2]) for row in boxes.rows.tolist()] == steps
+
+
 def test_a_cast_that_copying_cannot_do_is_refused() -> None:
     with pytest.raises(TransferError, match=r"int32.*bfloat16.*arena"):
         split([(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32))])

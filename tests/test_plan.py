@@ -30,6 +30,7 @@ from weightsync.config import RenameConfig
 from weightsync.errors import PlanError
 from weightsync.explain import floor_s
 from weightsync.plan import PlanSummary, distinct_rules, needed_dtypes, offered
+from weightsync.sources import map_sources
 from weightsync.spec import Box, Description, Rule, Shard, TensorSpec
 
 
@@ -400,6 +401,12 @@ def test_a_tensor_without_a_rule_has_no_home_unless_it_is_left_out_or_a_buffer()
     message = refused(trainer, engine)
     assert "extra" in message and "inv_freq" not in message
     assert plan_of(trainer, {"e": [engine]}, leave_out=["^extra$"]).summary().left_out == ["extra"]
+
+
+def test_what_is_left_out_by_name_is_no_pattern() -> None:
+    trainer = one_tensor_trainer(values((4, 2)), {0: whole((4, 2))})
+    assert map_sources(trainer.shards, trainer.rules, [], [], {"w"}).left_out == ["w"]
+    assert "w" in map_sources(trainer.shards, trainer.rules, [], [], {".", "ww"}).tensors
 
 
 def test_a_buffer_that_no_engine_reads_is_only_mentioned() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from tests.trainers.reading import Reading
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, PlanError, TransferError, TransferTimeout
 from weightsync.fingerprint import fingerprint
-from weightsync.publisher import ExportRequest, Publisher, PublishRequest
+from weightsync.publisher import ExportRequest, Publisher, PublishRequest, Wire
 from weightsync.rpc import Client
 from weightsync.spec import Box, Description, Published, SourceRegion, View
 from weightsync.transports import shm
@@ -166,6 +167,17 @@ def test_a_step_that_was_published_for_others_is_not_sealed(publisher, reading):
     reading.clients[0].call("publish", fewer, deadline=Deadline(5, "test"), returns=Published)
     with pytest.raises(TransferError, match="for other engines"):
         reading.seal(1)
+
+
+def test_regions_of_equal_bytes_are_decoded_once(publisher, reading):
+    """They are the same at every push; others in between are not taken for them."""
+    reading.export()
+    wire = Wire(publisher._offer)
+    some, fewer = (msgspec.Raw(msgspec.msgpack.encode(r)) for r in (reading.regions(0), reading.regions(0)[:1]))
+    first = wire._decoded(some)
+    assert first == reading.regions(0) and wire._decoded(some) is first
+    assert wire._decoded(fewer) == reading.regions(0)[:1]
+    assert wire._decoded(some) == first
 
 
 def test_in_place_of_host_memory_becomes_an_arena_and_says_why(publisher, reading):
