@@ -46,6 +46,7 @@ class Plan:
         self._readers = readers
         self._numbers = {(r.engine, r.layout.rank): i for i, r in enumerate(readers)}
         self._summary = summary
+        self._first_region: dict[str, dict[int, int]] = {}
         self._regions_of: dict[tuple[str, int], list[list[tuple[int, int]]]] = {}
         self._regions: dict[int, list[SourceRegion]] = {}
 
@@ -73,14 +74,17 @@ class Plan:
                 regions.append(SourceRegion(part.box, View(holders[part.holder].shard, part.offset, part.strides)))
         return regions
 
+    def prepare_to_verify(self) -> None:
+        """Work out now which regions every engine rank's needs are made of: else an engine that is paused waits."""
+        for engine, rank in self._numbers:
+            self._regions_of_rank(engine, rank)
+
     def expected(self, engine: str, rank: int, fps: dict[int, list[int]]) -> list[int]:
         """The fingerprint that each need of an engine rank must have, in the order of its needs.
 
         ``fps``: by trainer rank, one fingerprint for each of its ``regions``.
         """
-        if (engine, rank) not in self._regions_of:
-            self._regions_of[engine, rank] = self._regions_of_needs(self._numbers[engine, rank])
-        return [sum(fps[r][i] for r, i in regions) % 2**64 for regions in self._regions_of[engine, rank]]
+        return [sum(fps[r][i] for r, i in regions) % 2**64 for regions in self._regions_of_rank(engine, rank)]
 
     def summary(self, route: str = "") -> PlanSummary:
         """The plan without its copies; ``route`` names the one chosen where the configuration said ``auto``."""
@@ -98,13 +102,16 @@ class Plan:
                 iterators[need.tensor] = iter(tensor.template.parts[number])
             yield need, tensor, next(iterators[need.tensor])
 
-    def _regions_of_needs(self, number: int) -> list[list[tuple[int, int]]]:
-        """For each need of a reader the regions that it is made of: trainer rank, and position in its ``regions``."""
-        first = self._number_regions()
-        return [
-            [(part.rank, first[need.tensor][part.rank] + part.region) for part in parts]
-            for need, _, parts in self._parts_of(number)
-        ]
+    def _regions_of_rank(self, engine: str, rank: int) -> list[list[tuple[int, int]]]:
+        """For each of its needs the regions that it is made of: trainer rank, and position in its ``regions``."""
+        if (engine, rank) not in self._regions_of:
+            self._first_region = self._first_region or self._number_regions()
+            first = self._first_region
+            self._regions_of[engine, rank] = [
+                [(part.rank, first[need.tensor][part.rank] + part.region) for part in parts]
+                for need, _, parts in self._parts_of(self._numbers[engine, rank])
+            ]
+        return self._regions_of[engine, rank]
 
     def _number_regions(self) -> dict[str, dict[int, int]]:
         used: Counter[int] = Counter()

@@ -176,6 +176,8 @@ class Session:
             source_devices=workers.devices(),
             source_hosts=workers.hosts(),
         )
+        if config.verify == "fingerprint":
+            self._plan.prepare_to_verify()
         self._prepare(deadline)
 
     def _export_notes(self) -> list[str]:
