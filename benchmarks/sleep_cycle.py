@@ -27,7 +27,7 @@ from weightsync.spec import SyncReport
 
 PARTS = ("sleep", "onload", "wake weights", "push", "offload", "wake KV cache")
 WARMUP = 1
-MAX_CYCLES = 4  # that count: each moves the whole model to the host and back, which takes seconds
+MAX_CYCLES = 4  # that count: each moves the whole model to the host and back
 
 
 def measure(bench: Bench, setting: Setting) -> None:

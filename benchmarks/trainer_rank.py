@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class Rank:
         self._engine: Any = None
         self._group: Any = None
         self._share: Any = None
+        self._hosted: list[Any] = []
 
     @_in_turn
     def info(self) -> Info:
@@ -164,17 +166,33 @@ class Rank:
     def offload(self) -> None:
         """What a colocated trainer does before generation: no consumer maps its memory, parameters go to the host."""
         self.publisher.withdraw()
-        self._move("cpu")
+        order = itertools.count()
+        self._move(lambda parameter: self._host_copy(next(order), parameter))
 
     @_in_turn
     def onload(self) -> None:
         """Parameters back on the GPU, in new storage."""
-        self._move(str(self._device))
+        self._move(lambda parameter: parameter.to(self._device, non_blocking=True))
 
-    def _move(self, where: str) -> None:
+    def _host_copy(self, number: int, parameter: Any) -> Any:
+        """The parameter in host memory, pinned and the same at every offload."""
         import torch
 
-        self._module.to(where)
+        from benchmarks.trainer_build import local
+
+        if number < len(self._hosted):
+            local(self._hosted[number]).copy_(local(parameter), non_blocking=True)
+            return self._hosted[number]
+        self._hosted.append(hosted := parameter.to("cpu"))
+        if self._device.type == "cuda" and (part := local(hosted)).numel():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, 0))
+        return hosted
+
+    def _move(self, move: Callable[[Any], Any]) -> None:
+        import torch
+
+        with torch.no_grad():
+            self._module._apply(move)
         self._synchronize()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

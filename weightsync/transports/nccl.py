@@ -219,11 +219,11 @@ class Sender:
         with self._on_device():
             arenas = self._mapped.open(request.arenas)
             memories = {rank: self._mapped.open(segments) for rank, segments in request.segments.items()}
+            sources = SourceViews(memories, request.shards)
 
             def pair(copy: Copy, arena: Memory) -> tuple[torch.Tensor, torch.Tensor]:
-                shards = request.shards[copy.rank]
-                target = _target(arena.tensor, copy, shards[copy.source.storage].dtype)
-                return target, source_view(memories, shards, copy)
+                dtype = request.shards[copy.rank][copy.source.storage].dtype
+                return _target(arena.tensor, copy, dtype), sources(copy)
 
             self._fillers = [
                 transports.make_puller([pair(copy, arenas[number % len(arenas)]) for copy in copies])

@@ -29,6 +29,7 @@ Transfers = Sequence[tuple[int, torch.Tensor]]
 _BACKLOG = 1024
 _NEVER = timedelta(days=30)
 _POLL_S = 50e-6
+_WATCHES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 _EARLY_S = 0.1
 """Gloo counts in milliseconds of its own: what fails so shortly before the deadline has reached it."""
 
@@ -214,17 +215,20 @@ def _unregistered(
 
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """Torch would end the process, which may be an engine, when an NCCL group loses a member; we abort the group."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    """Torch would end the process, which may be an engine, when an NCCL group loses a member; we abort the group.
+
+    Nor is it to watch the group by its rendezvous, which ends with a sender: it would complain every second.
+    """
+    before = {name: os.environ.get(name) for name in _WATCHES}
+    os.environ |= dict.fromkeys(_WATCHES, "0")
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _left(deadline: Deadline) -> timedelta:
