@@ -1,6 +1,7 @@
 """A Megatron trainer, transformers' model as the engine, and the session between them, each where its libraries are.
 
-The libraries are looked for in this interpreter, then in the environments under ``envs/``.
+The libraries are looked for in this interpreter, then where ``TRAINER_PYTHONPATH`` says, then in the environments under
+``envs/``.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class Process:
 
     def __init__(self, module: str, *arguments: str, env: str, needs: str, log: Path) -> None:
         here = importlib.util.find_spec(needs.partition(".")[0]) is not None
-        python = sys.executable if here else str(envs.resolve(env).python)
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "") if here else ""]))
+        carried = os.environ.get("PYTHONPATH" if here else "TRAINER_PYTHONPATH", "")
+        python = sys.executable if here or carried else str(envs.resolve(env).python)
+        path = os.pathsep.join(filter(None, [str(ROOT), carried]))
         self._log = log
         with open(log, "ab") as output:
             self._process = subprocess.Popen(

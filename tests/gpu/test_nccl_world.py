@@ -42,6 +42,8 @@ def apart(size: Size, devices: tuple[str, str]) -> Iterator[tuple[owner.Remote, 
 def push_and_compare(size: Size, devices: tuple[str, str], **config) -> dict[str, int]:
     """Three pushes, each compared byte for byte; what torch reserves in trainer and actor more than before."""
     with apart(size, devices) as (trainer, engine, actor):
+        trainer.call("change", 0)
+        trainer.call("sums")  # what these take is not the push's
         before = {name: one.call("memory")["reserved"] for name, one in (("trainer", trainer), ("actor", actor))}
         url, address = engine.call("url"), trainer.call("address")
         actor.call("connect", engines=[{"url": url}], publishers=[address], **config)

@@ -29,7 +29,7 @@ Transfers = Sequence[tuple[int, torch.Tensor]]
 _BACKLOG = 1024
 _NEVER = timedelta(days=30)
 _POLL_S = 50e-6
-_WATCHES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+_WATCHES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _EARLY_S = 0.1
 """Gloo counts in milliseconds of its own: what fails so shortly before the deadline has reached it."""
 
