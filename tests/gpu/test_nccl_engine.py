@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.gpu_engine import GpuEngine
+from benchmarks.scenario_run import head_commit
 from tests.gpu import real
 from weightsync import devices
 from weightsync.config import load_config
@@ -114,7 +115,7 @@ def test_slices_and_broadcasts_bring_the_same_weights(engine, trainer, monkeypat
     assert said["stock", 5] != said["stock", 6]
 
 
-def test_an_engine_with_our_receiver_answers_again_within_the_deadline(engine, trainer) -> None:
+def test_an_engine_with_our_receiver_answers_again_within_the_deadline(engine, trainer, record) -> None:
     if engine is None:
         return
     sync = session(trainer, engine.url)
@@ -128,14 +129,16 @@ def test_an_engine_with_our_receiver_answers_again_within_the_deadline(engine, t
             sync.push(PushRequest(step=102, timeout_s=15.0))
         failed_s = time.monotonic() - started
         answers_s = _answers_again(engine.url, started)
-        print(json.dumps({"engine": "receiver", "push_failed_s": failed_s, "answers_again_s": answers_s}))
+        seen = {"engine": "receiver", "push_timeout_s": 15.0, "push_failed_s": failed_s, "answers_again_s": answers_s}
+        print(json.dumps(seen))
+        record("sender_killed", seen | {"gpu": torch.cuda.get_device_name(), "commit": head_commit()})
         assert failed_s < 25 and answers_s is not None
         push(sync, trainer, 103)
     finally:
         sync.close()
 
 
-def test_a_stock_engine_whose_sender_is_killed_in_the_middle(engine, trainer, monkeypatch) -> None:
+def test_a_stock_engine_whose_sender_is_killed_in_the_middle(engine, trainer, record, monkeypatch) -> None:
     """Last, since it may leave the engine to be restarted: this says which."""
     if engine is None:
         return
@@ -151,8 +154,9 @@ def test_a_stock_engine_whose_sender_is_killed_in_the_middle(engine, trainer, mo
             push(sync, trainer, 202)
             seen["healed"] = True
         else:
-            seen["healed"] = "the engine must be restarted"
+            seen["healed"] = f"the engine must be restarted: no answer within {WATCHED_S:g} s"
         print(json.dumps(seen))
+        record("sender_killed", seen | {"gpu": torch.cuda.get_device_name(), "commit": head_commit()})
         assert seen["sender_call"] and seen["failed_s"] < 40
     finally:
         sync.close()
