@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -377,19 +378,28 @@ def test_a_pause_that_took_long_is_remembered(monkeypatch):
     assert all(link.had_requests for link in links)
 
 
-@pytest.mark.parametrize("pause", ["abort", "retract"])
-def test_only_after_an_abort_that_had_nothing_to_end_is_the_cache_flushed_beside_the_move(pause):
-    flushed_before = []
+@pytest.mark.parametrize(
+    ("pause", "has_receiver", "when"),
+    [("retract", True, "before"), ("abort", True, "as bytes have landed"), ("abort", False, "from the beginning")],
+)
+def test_the_cache_is_flushed_beside_the_move_where_that_is_safe(pause, has_receiver, when):
+    moment, flushed = ["before"], []
 
     class Route(FakeRoute):
         def move(self, links, step, deadline):
-            moving.set()
-            return super().move(links, step, deadline)
+            moment.append("from the beginning")
+            time.sleep(0.1)
+            moment.append("as bytes have landed")
+            outcomes = super().move(links, step, deadline)
+            time.sleep(0.1)
+            moment.append("when all have answered")
+            return outcomes
 
-    moving, link = threading.Event(), FakeLink("http://a")
-    link.client.flush = lambda deadline, wait=False: flushed_before.append(not moving.wait(0.2))
-    push([link], route=Route(), pause=pause).run()
-    assert flushed_before == [pause == "retract"]
+    link = FakeLink("http://a")
+    link.has_receiver = has_receiver
+    link.client.flush = lambda deadline, wait=False: (time.sleep(0.02), flushed.append(moment[-1]))
+    push([link], route=Route(tells=has_receiver), pause=pause).run()
+    assert flushed == [when]
 
 
 def test_an_engine_that_refuses_to_flush_beside_the_move_is_fenced_and_never_stamped():
@@ -402,6 +412,7 @@ def test_an_engine_that_refuses_to_flush_beside_the_move_is_fenced_and_never_sta
 
 def test_a_move_that_fails_is_what_a_push_raises_though_the_flush_beside_it_was_refused_too():
     link = FakeLink("http://a", move=EngineLost("dropped"), flush=EngineRejected("requests wait"))
+    link.has_receiver = False  # nobody tells when bytes have landed: the flush does not wait for that
     with pytest.raises(EngineLost, match="dropped"):
         push([link]).run()
     assert link.state == "fenced" and link.client.calls.count("flush") == 1

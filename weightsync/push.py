@@ -22,6 +22,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import EngineLost, EngineRejected, TransferError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
+from weightsync.flushing import Flushing
 from weightsync.plan import Plan
 from weightsync.routes import Route
 from weightsync.spec import EngineReport, SyncReport
@@ -76,6 +77,7 @@ class Push:
         self._phase = ""
         self._notes: list[str] = []
         self._generations = generations
+        self._flushing = Flushing(config=config, fanout=fanout, deadline=deadline)
         verifies = config.verify == "fingerprint"
         self._regions = {r: plan.regions(r) if verifies else [] for r in workers.ranks}
         self._verification = Verification(
@@ -145,19 +147,7 @@ class Push:
         link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
         if self._config.pause == "in_place":
             self._notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
-        elif not self._flushes_beside(link):
-            self._flush(link)
-
-    def _flushes_beside(self, link: EngineLink) -> bool:
-        """Whether its cache is flushed while the weights move: after an abort that had nothing to end.
-
-        A flush is then as good as granted, and any time before the engine goes back to work is right for it. Where
-        requests may still be about, one that is refused must find the engine as it was.
-        """
-        return self._config.pause == "abort" and not link.had_requests
-
-    def _flush(self, link: EngineLink) -> None:
-        link.client.flush(self._deadline, wait=self._config.on_flush_refused == "wait")
+        self._flushing.after_pause(link)
 
     def _drain(self, link: EngineLink) -> bool:
         """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""
@@ -174,19 +164,19 @@ class Push:
             self._notes.append(note)
 
     def _move(self) -> None:
-        beside = [link for link in self._links if self._flushes_beside(link)]
-        flushing = self._fanout.submit(lambda: self._fanout.each(self._flush, beside))
-        try:
-            for name, route in self._routes.items():
-                links = [link for link in self._links if link.route == name]
-                if links:
-                    self._settle_failures(links, route.move(links, self.step, self._deadline))
-        finally:
-            flushed = {id(link): outcome for link, outcome in zip(beside, flushing.result(), strict=True)}
-        self._settle_failures(self._links, [flushed.get(id(link)) for link in self._links])
+        for link in self._links:
+            self._flushing.before_move(link)
+        for name, route in self._routes.items():
+            links = [link for link in self._links if link.route == name]
+            if links:
+                self._settle_failures(links, route.move(links, self.step, self._deadline))
+        for link in self._links:
+            self._flushing.begin(link)
         self._each(self._end)
 
     def _on_landed(self, link: EngineLink) -> None:
+        """Its bytes are there; until its own answer is here too, which takes as long as a flush, there is time."""
+        self._flushing.begin(link)
         self._verification.on_landed(link, self._links)
 
     def _end(self, link: EngineLink) -> None:
@@ -196,7 +186,9 @@ class Push:
     def _verify(self) -> None:
         outcomes = self._verification.outcomes(self._links)
         self._trainer_seconds["verify"] = self._verification.trainer_seconds
-        self._settle_failures(self._links, outcomes)
+        flushed = self._flushing.outcomes()
+        pairs = zip(self._links, outcomes, strict=True)
+        self._settle_failures(self._links, [outcome or flushed.get(link.url) for link, outcome in pairs])
 
     def _commit(self, link: EngineLink) -> None:
         link.client.stamp(str(self.step), self._deadline)
@@ -238,6 +230,7 @@ class Push:
         self._links = [link for link in self._links if id(link) not in gone]
 
     def _abandon(self, error: WeightSyncError) -> None:
+        self._flushing.outcomes()
         error.phase = error.phase or self._phase
         self._fanout.each(self._settle, self._links)
         error.report = [msgspec.to_builtins(link.report()) for link in self._involved]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -113,6 +115,25 @@ def test_large_pieces_and_small_ones_are_one_run() -> None:
     assert puller.num_bytes == sum(s.numel() for s in sources)
     for target, source in pairs:
         assert torch.equal(target, source)
+
+
+def test_a_thread_that_never_touched_the_gpu_makes_and_runs_copies() -> None:
+    """Servers answer in threads; the driver's calls want a context that is current in theirs."""
+    source = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8, device="cuda")
+    targets = [torch.zeros_like(source) for _ in range(3)]
+    torch.cuda.synchronize()
+    pullers = []
+    steps = [
+        lambda: pullers.append(make_puller([(targets[0], source)])),
+        lambda: pullers[0].run(),
+        lambda: make_puller([(targets[1], source)]).run(alone=False),
+    ]
+    pullers.append(make_puller([(targets[2], source)]))
+    steps.append(lambda: pullers.pop().run(alone=False))
+    for step in steps[3:] + steps[:3]:
+        with ThreadPoolExecutor(1) as fresh:
+            fresh.submit(step).result()
+    assert all(torch.equal(target, source) for target in targets)
 
 
 def test_nothing_to_do_does_nothing() -> None:

@@ -27,6 +27,9 @@ from weightsync.publisher import Publisher
 from weightsync.session import Session
 from weightsync.spec import PushRequest
 
+AS_SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What SGLang sets in its processes: members of a group that differ there do not connect."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -109,6 +112,7 @@ class TrainingRank(Process):
 
 class Engine(Process):
     def __init__(self, size: Size, device: str, receiver: bool = True) -> None:
+        os.environ |= AS_SGLANG
         self._size, self._model = size, Blocks(size, device)
         info = {"device": "cuda" if device.startswith("cuda") else "cpu"}
         self._engine = FakeEngine(version="0.5.12", models=[self._model], receiver=receiver, info=info)

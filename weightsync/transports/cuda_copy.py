@@ -62,12 +62,13 @@ class Puller:
         least = {"auto": _DRIVER_BYTES, "kernel": math.inf, "streams": 0, "batch": 0}[method]
         large = [p for p in pieces if p.read == p.write and p.length >= least]
         small = [p for p in pieces if p.read != p.write or p.length < least]
-        if large:  # first: they run while the kernels are launched
-            self._steps.append(_DriverCopies(large, self.device, batched=method == "batch"))
-        if from_host:
-            self._steps.append(_FromHost(from_host))
-        self._steps += [_Chunks(key, table, self.device) for key, table in chunks_of(small).items()]
-        self._steps += [_Tiles(group, self.device) for group in boxes]
+        with cuda_driver.on(self.device):
+            if large:  # first: they run while the kernels are launched
+                self._steps.append(_DriverCopies(large, self.device, batched=method == "batch"))
+            if from_host:
+                self._steps.append(_FromHost(from_host))
+            self._steps += [_Chunks(key, table, self.device) for key, table in chunks_of(small).items()]
+            self._steps += [_Tiles(group, self.device) for group in boxes]
 
     @property
     def num_launches(self) -> int:
@@ -81,7 +82,7 @@ class Puller:
         """
         if not self._kept:
             return 0.0
-        with torch.cuda.device(self.device):
+        with cuda_driver.on(self.device):
             if alone:
                 torch.cuda.synchronize(self.device)
             start = time.perf_counter()
