@@ -1,13 +1,12 @@
 """When an engine's KV cache is flushed in a push. Runs in the weight-sync actor.
 
-After an abort that had nothing to end, a flush is as good as granted, and any time before the commit is right for it:
-it goes beside what else there is to do. Where requests may still be about, it comes right after the pause, so that one
-that is refused finds the engine as it was.
+After an abort that had nothing to end, a flush is as good as granted, and any time before the commit is right for it: it
+goes beside the move, whose own call takes longer to reach the engine's event loop. Where requests may still be about, it
+comes right after the pause, so that one that is refused finds the engine as it was.
 """
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 
 from weightsync.config import Config
@@ -24,7 +23,6 @@ class Flushing:
         self._config = config
         self._fanout = fanout
         self._deadline = deadline
-        self._lock = threading.Lock()
         self._begun: dict[str, Future[WeightSyncError | None]] = {}
 
     def after_pause(self, link: EngineLink) -> None:
@@ -33,21 +31,13 @@ class Flushing:
             self._flush(link)
 
     def before_move(self, link: EngineLink) -> None:
-        """Begin now, if its bytes land in many calls, between which there is time, and nobody tells when they have."""
-        if not link.has_receiver or link.route == "bucket":
-            self.begin(link)
-
-    def begin(self, link: EngineLink) -> None:
-        """Begin, unless it was done or begun before; from any thread."""
-        with self._lock:
-            if link.url not in self._begun and self._may_be_beside(link):
-                self._begun[link.url] = self._fanout.submit(lambda: self._fanout.each(self._flush, [link])[0])
+        """Begin now, if it was not done before."""
+        if self._may_be_beside(link):
+            self._begun[link.url] = self._fanout.submit(lambda: self._fanout.each(self._flush, [link])[0])
 
     def outcomes(self) -> dict[str, WeightSyncError | None]:
         """Wait for every flush that was begun; how it went, by the engine's URL."""
-        with self._lock:
-            begun = dict(self._begun)
-        return {url: future.result() for url, future in begun.items()}
+        return {url: future.result() for url, future in self._begun.items()}
 
     def _may_be_beside(self, link: EngineLink) -> bool:
         return self._config.pause == "abort" and not link.had_requests

@@ -170,13 +170,9 @@ class Push:
             links = [link for link in self._links if link.route == name]
             if links:
                 self._settle_failures(links, route.move(links, self.step, self._deadline))
-        for link in self._links:
-            self._flushing.begin(link)
         self._each(self._end)
 
     def _on_landed(self, link: EngineLink) -> None:
-        """Its bytes are there; until its own answer is here too, which takes as long as a flush, there is time."""
-        self._flushing.begin(link)
         self._verification.on_landed(link, self._links)
 
     def _end(self, link: EngineLink) -> None:
