@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.trainers.reading import Reading
+from weightsync.consumers import Consumers
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, PlanError, TransferError, TransferTimeout
 from weightsync.fingerprint import fingerprint
@@ -172,7 +173,7 @@ def test_a_step_that_was_published_for_others_is_not_sealed(publisher, reading):
 def test_regions_of_equal_bytes_are_decoded_once(publisher, reading):
     """They are the same at every push; others in between are not taken for them."""
     reading.export()
-    wire = Wire(publisher._offer)
+    wire = Wire(publisher._offer, Consumers(0))
     some, fewer = (msgspec.Raw(msgspec.msgpack.encode(r)) for r in (reading.regions(0), reading.regions(0)[:1]))
     first = wire._decoded(some)
     assert first == reading.regions(0) and wire._decoded(some) is first

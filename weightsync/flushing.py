@@ -1,8 +1,8 @@
 """When an engine's KV cache is flushed in a push. Runs in the weight-sync actor.
 
-After an abort that had nothing to end, a flush is as good as granted, and any time before the commit is right for it: it
-goes beside the move, whose own call takes longer to reach the engine's event loop. Where requests may still be about, it
-comes right after the pause, so that one that is refused finds the engine as it was.
+After an abort that had nothing to end, a flush is as good as granted, and any time before the commit is right for it:
+it goes beside the move, whose own call takes longer to reach the engine's event loop. Where requests may still be
+about, it comes right after the pause, so that one that is refused finds the engine as it was.
 """
 
 from __future__ import annotations

@@ -97,6 +97,15 @@ class Senders:
         )
         return True
 
+    def unmap(self, deadline: Deadline) -> None:
+        """Have the senders map nothing any more. One that fails is ended, which does it as well."""
+        for sender in self._senders:
+            try:
+                sender.call("unmap", deadline=deadline)
+            except WeightSyncError:
+                self.give_up()
+                return
+
     def _spec(self, name: str, port: int) -> GroupSpec:
         senders = len(self._places)
         return GroupSpec(name, self._host, port, senders, senders + self._peers, self._backend)

@@ -150,6 +150,11 @@ class BroadcastGroup(EngineGroup):
             return None if self._senders[0].alive else e
         return None
 
+    def unmap(self, deadline: Deadline) -> None:
+        """As of all groups; what fills the arenas is told anew."""
+        self.fill_by(None)
+        super().unmap(deadline)
+
     def _prepare(self, deadline: Deadline) -> None:
         if self._fill is not None and self._prepared is not self._senders[0]:
             self._senders[0].call("prepare", self._fill, deadline=deadline)

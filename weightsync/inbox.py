@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
+from weightsync.consumers import Withdrawn
 from weightsync.deadline import Deadline
 from weightsync.receiver import Announcement
 
@@ -37,14 +39,22 @@ class Inbox:
 
 
 class Doorbell:
-    """The methods that receivers call at the actor's own rpc server."""
+    """The methods that receivers and publishers call at the actor's own rpc server.
 
-    def __init__(self, inbox: Inbox) -> None:
+    ``let_go`` has the trainer's memory unmapped everywhere, within so many seconds.
+    """
+
+    def __init__(self, inbox: Inbox, let_go: Callable[[float], None]) -> None:
         self._inbox = inbox
+        self._let_go = let_go
 
     def announce(self, announcement: Announcement) -> None:
         """A receiver was attached, or says why it could not be."""
         self._inbox.put(announcement)
+
+    def withdrawn(self, request: Withdrawn) -> None:
+        """A training rank is about to give its memory back. Raises TransferTimeout while a push is under way."""
+        self._let_go(request.timeout_s)
 
     def unknown(self, announcement: Announcement) -> None:
         """A receiver was sent a pull of a session that it does not know: its process is not the one attached."""

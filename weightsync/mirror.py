@@ -50,9 +50,12 @@ class MirroredWorkers(Workers):
         return dict.fromkeys(self.ranks, socket.gethostname())
 
     def export(
-        self, dtypes: dict[str, str], transport: str, deadline: Deadline, *, arena_bytes: int = 0
+        self, dtypes: dict[str, str], transport: str, deadline: Deadline, *, arena_bytes: int = 0, reply: str = ""
     ) -> dict[int, Export]:
-        """As ``Workers.export``, but of the copies here: they are made room for, and the group is prepared."""
+        """As ``Workers.export``, but of the copies here: they are made room for, and the group is prepared.
+
+        Nobody maps the trainer's own memory, so nobody needs to be told when it goes.
+        """
         exports = super().export(dtypes, transport, deadline, arena_bytes=arena_bytes)
         if any(any(e.rounds) for e in exports.values()):
             raise ConfigError(f"a trainer's copy here needs whole arenas: set arena_bytes ({arena_bytes}) to 0")

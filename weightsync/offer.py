@@ -72,6 +72,11 @@ class Offer:
         seen = Seen.of(self._reader.read()) if seen is None else seen
         self._marks.put(Mark(step, Watch(seen, self._steps), event, seen, self._reader.reading))
 
+    def void(self) -> None:
+        """What is published next must be exported first."""
+        with self._lock:
+            self._void()
+
     def withdraw(self) -> None:
         """Let go of exported memory; what is published next must be exported first."""
         with self._lock:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from weightsync import trainers
+from weightsync.consumers import Consumers
 from weightsync.errors import ConfigError
 from weightsync.offer import Offer
 from weightsync.rpc import Server
@@ -28,18 +29,22 @@ from weightsync.supply import Supplier
 from weightsync.transports import shm
 from weightsync.transports.nccl import Greet, Join, Load, Send
 
+WITHDRAW_S = 30.0
+
 
 class ExportRequest(Struct):
     """Make memory mappable by ``transport``, each tensor (by trainer name) in its dtype of ``dtypes`` or else its own.
 
     ``in_place``: share the trainer's own memory where it can be shared; false: copy everything into an arena.
     ``arena_bytes``: the most that the arena may take, filled in rounds if that is not enough for all; 0: no limit.
+    ``reply``: the actor's server, which is told before the memory goes (see ``consumers``).
     """
 
     transport: str
     dtypes: dict[str, str]
     in_place: bool
     arena_bytes: int = 0
+    reply: str = ""
 
 
 class PublishRequest(Struct):
@@ -82,9 +87,10 @@ class _Seal(Struct):
 class Wire:
     """What the actor can call. Runs in threads of the server."""
 
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: Offer, consumers: Consumers) -> None:
         self._offer = offer
         self._supplier = Supplier(offer)
+        self._consumers = consumers
         self._regions: tuple[bytes, list[SourceRegion]] = (b"", [])
 
     def describe(self) -> Description:
@@ -93,6 +99,7 @@ class Wire:
 
     def export(self, request: ExportRequest) -> Export:
         """Make the tensors' memory mappable; moves nothing. Raises TransferError where there is no room."""
+        self._consumers.add(request.reply)
         return self._offer.export(
             request.transport, request.dtypes, in_place=request.in_place, arena_bytes=request.arena_bytes
         )
@@ -142,6 +149,10 @@ class Wire:
     def leave(self) -> None:
         self._supplier.leave()
 
+    def _let_go(self) -> None:
+        """Hold nothing of the trainer's memory any more."""
+        self._supplier.unload()
+
 
 class Publisher:
     """Offers one training rank's weights. Made, like ``step_done`` and ``close``, in the training thread.
@@ -168,7 +179,9 @@ class Publisher:
         shm.sweep()
         reader = trainers.get(trainer)(model_or_tensors, **(trainer_options or {}))
         self._offer = Offer(reader, rank=rank, world_size=world_size, trainer=trainer)
-        self._server = Server(Wire(self._offer), host=host)
+        self._consumers = Consumers(rank)
+        self._wire = Wire(self._offer, self._consumers)
+        self._server = Server(self._wire, host=host)
 
     @property
     def address(self) -> str:
@@ -179,8 +192,15 @@ class Publisher:
         """Mark the weights as those of ``step``, readable once what this thread's CUDA stream has queued is done."""
         self._offer.mark(step)
 
-    def withdraw(self) -> None:
-        """Give the exported memory back, before the weights are offloaded. The next push exports it again."""
+    def withdraw(self, timeout_s: float = WITHDRAW_S) -> None:
+        """Give the exported memory back, before the weights are offloaded. The next push exports it again.
+
+        Returns when no engine and no actor has it mapped any more, so that freeing it frees it. Whoever does not
+        confirm that within ``timeout_s`` is logged as a warning, and forgotten.
+        """
+        self._offer.void()
+        self._wire._let_go()
+        self._consumers.tell(timeout_s)
         self._offer.withdraw()
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ class ReceiverSession:
         self._layout = layout_of(self._live, traced, rank=command.tp_rank, device=self._device)
         self._plan: InstalledPlan | ExchangedPlan | None = None
         self._fingerprinter: Fingerprinter | None = None
+        self._keeps_unfed = False
         self._membership = Membership(self._device)
         self._mapped = MappedSegments()
         self._lock = threading.RLock()
@@ -91,12 +92,19 @@ class ReceiverSession:
                     rounds=install.rounds,
                     gate=self._gate,
                 )
-            if self._plan is None:  # a plan that leaves parameters unwritten was allowed to: they are constants too
+            if not self._keeps_unfed:  # a plan that leaves parameters unwritten was allowed to: they are constants too
                 self._live.keep(self._unfed, known=self._known)
+                self._keeps_unfed = True
             self._plan, self._fingerprinter = made, None
             self._mapped.close_all_but(made.segments)
         if install.verified and self._device.type == "cuda":
             self._prepare_to_verify()
+
+    def let_go(self) -> None:
+        """Unmap the trainer's memory, which is about to be given back. Nothing can be pulled until the next plan."""
+        with self._lock, self._on_device():
+            self._plan = self._fingerprinter = None
+            self._mapped.close_all_but([])
 
     def result(self, request: wire.ResultRequest) -> wire.PullResult:
         """How a pull went; waits up to ``timeout_s`` for it to end. ``started`` is false if it never came here."""

@@ -95,6 +95,12 @@ class Receivers:
             self._is_sure = self._answer_as_they_should()
         return self._is_sure
 
+    def let_go(self, deadline: Deadline) -> None:
+        """Have every TP rank unmap the trainer's memory; ``install`` comes before the next pull."""
+        self._plan_id = ""
+        for rank in self._ranks:
+            rank.call("let_go", deadline=deadline)
+
     # ------------------------------------------------------------------------------- through the event loop
 
     def pull(

@@ -33,6 +33,9 @@ class Route(Protocol):
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Move one step into every link; an outcome a link. Sets ``progress.applied`` as soon as bytes may land."""
 
+    def let_go(self, deadline: Deadline) -> None:
+        """Have nobody map the trainer's memory any more; ``prepare`` comes before the next move. Idempotent."""
+
     def close(self) -> None: ...
 
 
@@ -52,8 +55,10 @@ class PullRoute:
         self._num_rounds: dict[str, int] = {}
         self._num_parts = 1
         self._relayed_s: dict[str, float] = {}
+        self._links: list[EngineLink] = []
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
+        self._links = links
         if self._rest is not None:
             self._rest.close()
         opaque = [link for link in links if link.has_opaque]
@@ -117,6 +122,11 @@ class PullRoute:
         if relays:
             took = max(self._fanout.all(lambda relay: relay.run(number), relays))
             self._relayed_s[url] = took + (self._relayed_s.get(url, 0.0) if number else 0.0)
+
+    def let_go(self, deadline: Deadline) -> None:
+        links, self._links = self._links, []
+        self._fanout.all(lambda link: link.receivers.let_go(deadline), links)
+        self.close()
 
     def close(self) -> None:
         if self._rest is not None:

@@ -95,6 +95,13 @@ class BroadcastRoute(BucketRoute):
         moved = dict(zip([link.url for link in ready], super().move(ready, step, deadline), strict=True))
         return [moved.get(link.url, outcome) for link, outcome in zip(links, opened, strict=True)]
 
+    def let_go(self, deadline: Deadline) -> None:
+        """The groups stay; their senders map nothing, and a trainer on other nodes is gathered from by a new group."""
+        for group in self._groups.values():
+            group.unmap(deadline)
+        self._end_gathering()
+        self.close()
+
     def close_groups(self) -> None:
         """Leave every group, and give arenas and mappings back. Idempotent."""
         for group in self._groups.values():

@@ -109,6 +109,10 @@ class BucketRoute:
         self._collect(sending, outcomes)
         return [outcomes[link.url] for link in links]
 
+    def let_go(self, deadline: Deadline) -> None:
+        """Give mappings back, and arenas, which the next ``prepare`` makes anew anyway."""
+        self.close()
+
     def close(self) -> None:
         """Give arenas and mappings back. Idempotent."""
         self._pullers, self._buckets, self._planned = [], [], []

@@ -82,6 +82,14 @@ class NcclRoute:
             outcomes |= dict(zip([li.url for li in stock], broadcasting.result(), strict=True))
         return [outcomes[link.url] for link in links]
 
+    def let_go(self, deadline: Deadline) -> None:
+        """The groups stay; their senders map nothing."""
+        for group in self._exchanges.values():
+            group.unmap(deadline)
+        self._whole.let_go(deadline)
+        if self._rest is not None:
+            self._rest.let_go(deadline)
+
     def close(self) -> None:
         """Leave every group and end every sender. Idempotent."""
         for group in self._exchanges.values():

@@ -168,10 +168,13 @@ class _Link:
 class Client:
     """Calls one server. Safe from several threads: each call under way has a connection of its own.
 
-    ``what`` names the server in errors, and ``lost`` is the kind of error when its connection drops.
+    ``what`` names the server in errors, and ``lost`` is the kind of error when its connection drops. ``was_there``:
+    it served before, so that a connection that is refused has dropped; else it may only be about to start.
     """
 
-    def __init__(self, address: str, *, what: str = "", lost: type[WeightSyncError] = TransferError) -> None:
+    def __init__(
+        self, address: str, *, what: str = "", lost: type[WeightSyncError] = TransferError, was_there: bool = False
+    ) -> None:
         self._endpoint, self._token = split_address(address)
         self.what = what or self._endpoint
         self._lost = lost
@@ -179,7 +182,7 @@ class Client:
         self._idle: list[_Link] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._has_dropped = False
+        self._has_dropped = was_there
 
     def call(self, method: str, argument: Any = None, *, deadline: Deadline, returns: Any = None) -> Any:
         """Call ``method`` and wait until ``deadline``. ``returns`` is the type to decode the result into.

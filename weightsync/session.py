@@ -46,7 +46,7 @@ class Session:
         self._workers = _meet(config, trainer, deadline)
         self._fanout = Fanout("engines")
         self._inbox = Inbox()
-        self._server = Server(Doorbell(self._inbox), host=config.bind_host)
+        self._server = Server(Doorbell(self._inbox, self._let_go), host=config.bind_host)
         self._links: list[EngineLink] = []
         self._routes: dict[str, Route] = {}
         self._exports: dict[int, Export] = {}
@@ -55,7 +55,8 @@ class Session:
         try:
             self._links = [EngineLink(e, config) for e in config.engines]
             self._fanout.all(lambda link: self._connect(link, deadline), self._links)
-            self._replan(deadline)
+            with self._lock:
+                self._replan(deadline)
         except BaseException:
             self.close()
             raise
@@ -167,7 +168,9 @@ class Session:
         own = {shard.tensor: shard.dtype for d in workers.descriptions.values() for shard in d.shards}
         dtypes = own | needed_dtypes(layouts, workers.rules, config.rename)
         transport = "cuda_ipc" if any(workers.devices().values()) else "shm"
-        self._exports = workers.export(dtypes, transport, deadline, arena_bytes=config.arena_bytes)
+        self._exports = workers.export(
+            dtypes, transport, deadline, arena_bytes=config.arena_bytes, reply=self._server.address
+        )
         self._plan = build_plan(
             {r: e.shards for r, e in self._exports.items()},
             workers.rules,
@@ -179,6 +182,17 @@ class Session:
         if config.verify == "fingerprint":
             self._plan.prepare_to_verify()
         self._prepare(deadline)
+
+    def _let_go(self, timeout_s: float) -> None:
+        """Have the trainer's memory unmapped everywhere: a rank is about to give it back. The next push maps anew."""
+        deadline = Deadline(timeout_s, "letting go of the trainer's memory")
+        if not self._lock.acquire(timeout=timeout_s):
+            raise deadline.error("a push is under way")
+        try:
+            for route in self._routes.values():
+                route.let_go(deadline)
+        finally:
+            self._lock.release()
 
     def _export_notes(self) -> list[str]:
         return [f"training rank {rank}: {note}" for rank, e in self._exports.items() for note in e.notes]

@@ -63,6 +63,10 @@ class Supplier:
                 raise TransferError("its memory moved since it was told what to send", safe_to_retry=True)
             return self._outgoing[request.part].run(self._joined(), Deadline(request.timeout_s, "supplying"))
 
+    def unload(self) -> None:
+        """Forget what to send, which holds its memory."""
+        self._outgoing, self._generation = [], -1
+
     def leave(self) -> None:
         """Give the group up; a ``send`` that waits in it is released. Idempotent."""
         with self._lock:

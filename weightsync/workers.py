@@ -49,14 +49,18 @@ class Workers:
         return {r: d.host for r, d in self.descriptions.items()}
 
     def export(
-        self, dtypes: dict[str, str], transport: str, deadline: Deadline, *, arena_bytes: int = 0
+        self, dtypes: dict[str, str], transport: str, deadline: Deadline, *, arena_bytes: int = 0, reply: str = ""
     ) -> dict[int, Export]:
         """Have every rank make its memory mappable by ``transport``, each tensor in the dtype named for it.
+
+        ``reply``: our own server, which ranks call before they give that memory back.
 
         Raises TransferError if ``arena_bytes`` (0: no limit) is less than one tensor that needs an arena.
         """
         in_place = transport != "shm"
-        request = ExportRequest(transport=transport, dtypes=dtypes, in_place=in_place, arena_bytes=arena_bytes)
+        request = ExportRequest(
+            transport=transport, dtypes=dtypes, in_place=in_place, arena_bytes=arena_bytes, reply=reply
+        )
         return self._each("export", dict.fromkeys(self.ranks, request), deadline, Export)
 
     def publish(self, step: int, regions: Regions, deadline: Deadline) -> dict[int, Published]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
+from weightsync.consumers import Consumers
 from weightsync.offer import Offer
 from weightsync.publisher import Wire
 from weightsync.rpc import Server
@@ -81,7 +82,7 @@ class RowTrainer:
             offer = HostedOffer(reader, rank=rank, world_size=len(hosts), trainer="dtensor_v2")
             offer.host = hosts[rank]
             self.offers.append(offer)
-            self.servers.append(Server(Wire(offer), host=bind))
+            self.servers.append(Server(Wire(offer, Consumers(rank)), host=bind))
 
     @property
     def addresses(self) -> list[str]:

@@ -231,6 +231,12 @@ class Sender:
             ]
             self._mapped.close_all_but([*request.arenas, *(s for own in request.segments.values() for s in own)])
 
+    def unmap(self) -> None:
+        """Map nothing any more."""
+        with self._on_device():
+            self._outgoing, self._incoming, self._fillers = [], [], []
+            self._mapped.close_all_but([])
+
     def load(self, request: Load) -> None:
         """Map the trainer's memory and make the arenas for sending from it."""
         with self._on_device():
