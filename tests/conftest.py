@@ -12,6 +12,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that skips itself fails, as `make test` wants it")
     parser.addoption("--results", default="", help="a folder in which GPU tests that measure write what they found")
+    parser.addoption("--commit", default="", help="what those rows say of this checkout, where git is not there to ask")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from benchmarks.gpu_engine import GpuEngine
+from benchmarks.scenario_run import head_commit
 from tests.gpu import real
 
 
@@ -22,12 +23,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuEngine]:
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], None]:
-    """Adds a row to NAME.json in the folder that ``--results`` names, if it names one."""
+    """Adds a row, and which commit it is of, to NAME.json in the folder that ``--results`` names, if it names one."""
 
     def add(name: str, row: dict[str, Any]) -> None:
         if folder := request.config.getoption("--results"):
             path = Path(folder) / f"{name}.json"
             rows = msgspec.json.decode(path.read_bytes()) if path.exists() else []
+            row = row | {"commit": request.config.getoption("--commit") or head_commit()}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.format(msgspec.json.encode([*rows, row])) + b"\n")
 

@@ -6,4 +6,5 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 . benchmarks/gpu_env.sh
 export ENGINE_PYTHONPATH=$PREFIX/engine TRAINER_PYTHONPATH=$PREFIX/trainer:$PREFIX/ray
-exec timeout --kill-after=20 "$LIMIT_S" python3 -m pytest -p no:cacheprovider "${@:-tests/gpu}"
+exec timeout --kill-after=20 "$LIMIT_S" python3 -m pytest -p no:cacheprovider \
+  $([ -f .gpu/COMMIT ] && echo --commit "$(cat .gpu/COMMIT)") "${@:-tests/gpu}"

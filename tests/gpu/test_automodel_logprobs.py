@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks.gpu_engine import GpuEngine
-from benchmarks.scenario_run import head_commit
 from tests.gpu import real
 from weightsync.config import load_config
 from weightsync.session import Session
@@ -35,7 +34,7 @@ def test_the_engine_says_what_the_trainer_would(
     with real.Ranks(tmp_path, places, dtype=dtype, optimizer=optimizer, tokens=TOKENS) as ranks:
         publishers = ranks.addresses()
         engine.wait(real.START_S)
-        same = {"gpu": torch.cuda.get_device_name(), "num_gpus": len(places), "commit": head_commit()}
+        same = {"gpu": torch.cuda.get_device_name(), "num_gpus": len(places)}
         same |= {"trainer": "nemo-automodel, FSDP2, AdamW", "dtype": dtype, "optimizer": optimizer, "bound": BOUND}
         for row in pushed(ranks, engine.url, publishers):
             record("logprobs", same | row)

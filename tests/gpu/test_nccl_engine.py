@@ -18,7 +18,6 @@ import torch
 
 from benchmarks import models
 from benchmarks.gpu_engine import GpuEngine
-from benchmarks.scenario_run import head_commit
 from tests.gpu import real
 from weightsync import devices
 from weightsync.config import load_config
@@ -131,7 +130,7 @@ def test_an_engine_with_our_receiver_answers_again_within_the_deadline(engine, t
         answers_s = _answers_again(engine.url, started)
         seen = {"engine": "receiver", "push_timeout_s": 15.0, "push_failed_s": failed_s, "answers_again_s": answers_s}
         print(json.dumps(seen))
-        record("sender_killed", seen | {"gpu": torch.cuda.get_device_name(), "commit": head_commit()})
+        record("sender_killed", seen | {"gpu": torch.cuda.get_device_name()})
         assert failed_s < 25 and answers_s is not None
         push(sync, trainer, 103)
     finally:
@@ -156,7 +155,7 @@ def test_a_stock_engine_whose_sender_is_killed_in_the_middle(engine, trainer, re
         else:
             seen["healed"] = f"the engine must be restarted: no answer within {WATCHED_S:g} s"
         print(json.dumps(seen))
-        record("sender_killed", seen | {"gpu": torch.cuda.get_device_name(), "commit": head_commit()})
+        record("sender_killed", seen | {"gpu": torch.cuda.get_device_name()})
         assert seen["sender_call"] and seen["failed_s"] < 40
     finally:
         sync.close()
