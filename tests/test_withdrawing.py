@@ -136,3 +136,18 @@ def test_withdrawing_during_a_push_is_said_and_the_push_fails(world, caplog):
     assert len(failures) == 1 and "withdrawn" in failures[0].message
     assert one.engines[0].weight_version == "1"
     assert one.push(3).verified
+
+
+def test_an_engine_that_is_gone_keeps_no_other_from_unmapping(world, caplog):
+    one = world(engine(2), engine(1))
+    one.push(1)
+    one.engines[0].close()
+    for rank in one.session._links[0].receivers._ranks[:1]:
+        rank.close()
+    with caplog.at_level(logging.WARNING):
+        one.publisher.withdraw(timeout_s=5.0)
+    assert "may still be mapped" in caplog.text
+    second = one.session._links[1].receivers._ranks[0]
+    assert second.call("status", deadline=Deadline(5, "test"), returns=wire.Status).num_segments == 0
+    other_rank = one.session._links[0].receivers._ranks[1]
+    assert other_rank.call("status", deadline=Deadline(5, "test"), returns=wire.Status).num_segments == 0

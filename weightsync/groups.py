@@ -99,12 +99,10 @@ class Senders:
 
     def unmap(self, deadline: Deadline) -> None:
         """Have the senders map nothing any more. One that fails is ended, which does it as well."""
-        for sender in self._senders:
-            try:
-                sender.call("unmap", deadline=deadline)
-            except WeightSyncError:
-                self.give_up()
-                return
+        try:
+            self._fanout.all(lambda sender: sender.call("unmap", deadline=deadline), self._senders)
+        except WeightSyncError:
+            self.give_up()
 
     def _spec(self, name: str, port: int) -> GroupSpec:
         senders = len(self._places)

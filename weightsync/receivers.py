@@ -98,8 +98,7 @@ class Receivers:
     def let_go(self, deadline: Deadline) -> None:
         """Have every TP rank unmap the trainer's memory; ``install`` comes before the next pull."""
         self._plan_id = ""
-        for rank in self._ranks:
-            rank.call("let_go", deadline=deadline)
+        self.call("let_go", None, deadline)
 
     # ------------------------------------------------------------------------------- through the event loop
 

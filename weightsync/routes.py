@@ -34,7 +34,10 @@ class Route(Protocol):
         """Move one step into every link; an outcome a link. Sets ``progress.applied`` as soon as bytes may land."""
 
     def let_go(self, deadline: Deadline) -> None:
-        """Have nobody map the trainer's memory any more; ``prepare`` comes before the next move. Idempotent."""
+        """Have nobody map the trainer's memory any more; ``prepare`` comes before the next move. Idempotent.
+
+        Raises what went wrong with an engine, when all others have let go.
+        """
 
     def close(self) -> None: ...
 
@@ -125,8 +128,10 @@ class PullRoute:
 
     def let_go(self, deadline: Deadline) -> None:
         links, self._links = self._links, []
-        self._fanout.all(lambda link: link.receivers.let_go(deadline), links)
-        self.close()
+        try:
+            self._fanout.all(lambda link: link.receivers.let_go(deadline), links)
+        finally:
+            self.close()
 
     def close(self) -> None:
         if self._rest is not None:

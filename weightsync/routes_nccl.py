@@ -84,8 +84,7 @@ class NcclRoute:
 
     def let_go(self, deadline: Deadline) -> None:
         """The groups stay; their senders map nothing."""
-        for group in self._exchanges.values():
-            group.unmap(deadline)
+        self._groups_fanout.all(lambda group: group.unmap(deadline), list(self._exchanges.values()))
         self._whole.let_go(deadline)
         if self._rest is not None:
             self._rest.let_go(deadline)

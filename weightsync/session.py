@@ -189,8 +189,7 @@ class Session:
         if not self._lock.acquire(timeout=timeout_s):
             raise deadline.error("a push is under way")
         try:
-            for route in self._routes.values():
-                route.let_go(deadline)
+            self._fanout.all(lambda route: route.let_go(deadline), list(self._routes.values()))
         finally:
             self._lock.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from weightsync.deadline import Deadline
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
 from weightsync.errors import ConfigError, TransferError, TransferTimeout
 from weightsync.spec import Box, Copy, Shard, TensorSpec, View
-from weightsync.transports import bucket, nccl, shm
+from weightsync.transports import bucket, nccl, rendezvous, shm
 from weightsync.transports.exchange import streams
 from weightsync.transports.rendezvous import connect, listen
 from weightsync.transports.sender import Nursery, SenderProcess
@@ -290,3 +291,25 @@ def test_buckets_for_a_reader_without_offsets_have_no_gaps(tensors, limit):
             assert entry.start == end and entry.start % getattr(torch, entry.tensor.dtype).itemsize == 0
             end = entry.end
         assert end == one.nbytes and (one.nbytes <= limit or len(one.entries) == 1)
+
+
+def test_groups_made_at_once_leave_the_environment_as_it_was(monkeypatch):
+    monkeypatch.setenv(rendezvous._WATCHES[0], "3")
+    monkeypatch.delenv(rendezvous._WATCHES[1], raising=False)
+    inside, leave = threading.Barrier(3), [threading.Event(), threading.Event()]
+
+    def make(number: int) -> None:
+        with rendezvous._errors_left_to_us():
+            inside.wait(5)
+            leave[number].wait(5)
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait(5)
+    assert {os.environ[name] for name in rendezvous._WATCHES} == {"0"}
+    for thread, event in zip(threads, leave, strict=True):
+        assert os.environ[rendezvous._WATCHES[0]] == "0", "another is still being made"
+        event.set()
+        thread.join(5)
+    assert os.environ[rendezvous._WATCHES[0]] == "3" and rendezvous._WATCHES[1] not in os.environ

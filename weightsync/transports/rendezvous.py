@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -219,16 +220,37 @@ def _errors_left_to_us() -> Iterator[None]:
 
     Nor is it to watch the group by its rendezvous, which ends with a sender: it would complain every second.
     """
-    before = {name: os.environ.get(name) for name in _WATCHES}
-    os.environ |= dict.fromkeys(_WATCHES, "0")
+    with _watches.lock:
+        if not _watches.makers:
+            _watches.before = {name: os.environ.get(name) for name in _WATCHES}
+            os.environ |= dict.fromkeys(_WATCHES, "0")
+        _watches.makers += 1
     try:
         yield
     finally:
-        for name, value in before.items():
+        with _watches.lock:
+            _watches.makers -= 1
+            if not _watches.makers:
+                _watches.restore()
+
+
+class _Watches:
+    """What the environment said before groups were made, of which there may be several at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.makers = 0
+        self.before: dict[str, str | None] = {}
+
+    def restore(self) -> None:
+        for name, value in self.before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+_watches = _Watches()
 
 
 def _left(deadline: Deadline) -> timedelta:
