@@ -21,7 +21,7 @@ from weightsync.plan import Plan
 from weightsync.routes import Outcome
 from weightsync.routes_broadcast import BroadcastRoute
 from weightsync.spec import Export
-from weightsync.transports.nccl import check_same_nccl, nccl_version
+from weightsync.transports.nccl_versions import check_same_nccl, nccl_version
 from weightsync.transports.sender import Nursery
 from weightsync.workers import Workers
 

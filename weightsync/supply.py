@@ -14,7 +14,8 @@ from weightsync.errors import TransferError
 from weightsync.offer import Offer
 from weightsync.spec import Copy
 from weightsync.transports.exchange import GroupLike, Outgoing
-from weightsync.transports.nccl import PROBE_BYTES, Greet, Join, Load, Send, group_version, join, outgoing
+from weightsync.transports.nccl import PROBE_BYTES, Greet, Join, Load, Send, join, outgoing
+from weightsync.transports.nccl_versions import group_version
 
 
 class Supplier:

@@ -19,7 +19,7 @@ from weightsync.deadline import Deadline
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
 from weightsync.errors import ConfigError, TransferError, TransferTimeout
 from weightsync.spec import Box, Copy, Shard, TensorSpec, View
-from weightsync.transports import bucket, nccl, rendezvous, shm
+from weightsync.transports import bucket, nccl, nccl_versions, rendezvous, shm
 from weightsync.transports.exchange import streams
 from weightsync.transports.rendezvous import connect, listen
 from weightsync.transports.sender import Nursery, SenderProcess
@@ -191,10 +191,10 @@ def test_an_unknown_gpu_is_an_error_and_not_a_wait(nursery):
 
 
 def test_versions_must_be_equal_and_both_are_named():
-    nccl.check_same_nccl("2.30.7", "2.30.7", url="http://e")
-    nccl.check_same_nccl("", "2.30.7", url="http://e")
+    nccl_versions.check_same_nccl("2.30.7", "2.30.7", url="http://e")
+    nccl_versions.check_same_nccl("", "2.30.7", url="http://e")
     with pytest.raises(ConfigError, match=r"NCCL 2\.28\.9 .* NCCL 2\.30\.7") as caught:
-        nccl.check_same_nccl("2.28.9", "2.30.7", url="http://e")
+        nccl_versions.check_same_nccl("2.28.9", "2.30.7", url="http://e")
     assert caught.value.engine == "http://e"
 
 

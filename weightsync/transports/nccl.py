@@ -30,11 +30,12 @@ import torch
 
 from weightsync import transports
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigError, TransferError
+from weightsync.errors import TransferError
 from weightsync.pulling import MappedSegments
 from weightsync.spec import Copy, Segment, Shard, Struct
 from weightsync.transports import Memory, Puller
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
+from weightsync.transports.nccl_versions import group_version, nccl_version
 from weightsync.transports.rendezvous import Group, connect, listen
 from weightsync.versions import library_versions
 from weightsync.views import SourceViews
@@ -330,31 +331,3 @@ def join(request: Join, device: torch.device, store: Any = None, *, in_engine: b
         in_engine=in_engine,
         ctas=request.ctas,
     )
-
-
-def group_version(device: torch.device) -> str:
-    """What a group beside torch's is made with: ``gloo``, or ``NCCL 2.30.7``. Raises TransferError without CuPy."""
-    if device.type == "cpu":
-        return "gloo"
-    try:
-        from weightsync.transports import cupy_group
-    except ImportError as e:
-        raise TransferError(f"source: nccl needs CuPy (cupy-cuda13x) in this environment: {e}") from e
-    return f"NCCL {cupy_group.version()}"
-
-
-def nccl_version() -> str:
-    """The NCCL that torch uses here, like ``2.30.7``; "" if this torch has none."""
-    if not torch.version.cuda:
-        return ""
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
-def check_same_nccl(engine: str, ours: str, *, url: str, whose: str = "the actor's environment") -> None:
-    """Raise ConfigError naming both versions if they differ: such members cannot be in one communicator."""
-    if engine and ours and engine != ours:
-        raise ConfigError(
-            f"route nccl: this engine has NCCL {engine} and {whose} NCCL {ours}; members of one group "
-            "must have the same. Use the actor's environment that fits the engine (its torch), or another route",
-            engine=url,
-        )

@@ -88,7 +88,7 @@ class NodeWire:
 
     def about(self) -> About:
         """Who this is."""
-        from weightsync.transports.nccl import nccl_version
+        from weightsync.transports.nccl_versions import nccl_version
 
         return About(self._host_name, nccl_version())
 
