@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tests.fakes.engine import FakeEngine
 from tests.fakes.model import FakeModel
 from tests.fakes.rows import RowTrainer
@@ -14,10 +16,15 @@ SHAPES = FakeModel().shapes
 
 
 class RowWorld:
-    """``hosts``: of each rank. ``settings`` beside the sides themselves. The session is made when first asked for."""
+    """``hosts``: of each rank. ``settings`` beside the sides themselves. The session is made when first asked for.
 
-    def __init__(self, engines: list[FakeEngine], hosts: list[str], **settings) -> None:
-        self.trainer = RowTrainer(SHAPES, hosts, replicated=["norm.weight"])
+    ``replicated``: what every rank holds whole.
+    """
+
+    def __init__(
+        self, engines: list[FakeEngine], hosts: list[str], *, replicated: Sequence[str] = ("norm.weight",), **settings
+    ) -> None:
+        self.trainer = RowTrainer(SHAPES, hosts, replicated=replicated)
         self.engines = engines
         self._settings = {
             "pair": "sgl_dtensor_v2",

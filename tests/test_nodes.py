@@ -16,7 +16,7 @@ import torch
 
 from tests.fakes.engine import FakeEngine
 from tests.fakes.rows import RowTrainer
-from tests.row_world import RowWorld
+from tests.row_world import SHAPES, RowWorld
 from tests.test_routes_nccl import Shared
 from tests.test_session import engine
 from weightsync import nodes, routes_broadcast, routes_nccl
@@ -71,6 +71,15 @@ def stock(tp_size: int = 1) -> FakeEngine:
 
 def senders_of(actor: NodeServer) -> list:
     return [sender for senders in actor._wire._senders.values() for sender in senders]
+
+
+def test_a_sender_that_fills_is_told_nothing_of_replicas_on_other_nodes(cluster):
+    one = cluster([HERE, B], stock(), replicated=list(SHAPES))
+    one.push(1)
+    one.assert_all_serve(1)
+    broadcast = one.session._routes["nccl"]._whole
+    (group,) = broadcast._groups.values()
+    assert broadcast._gather is None and group.fills and set(group._fill.segments) == {0}
 
 
 def test_stock_engines_get_buckets_gathered_from_three_nodes(cluster, actors):

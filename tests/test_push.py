@@ -406,11 +406,25 @@ def test_an_engine_that_refuses_to_flush_beside_the_move_is_fenced_and_never_sta
     assert "requests wait" in links[1].error
 
 
+def test_an_engine_that_was_given_up_and_never_answers_its_flush_costs_no_other():
+    links = three(move=TransferTimeout("stalled"))
+    released = threading.Event()
+    links[1].client.flush = lambda deadline, wait=False: released.wait(30)
+    started = time.monotonic()
+    report = push(links, on_engine_failure="exclude").run()
+    assert [e.state for e in report.engines] == ["serving", "fenced", "serving"]
+    started_again = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        push([links[1]]).run()
+    assert started_again - started < 5 and time.monotonic() - started_again < 5
+    released.set()
+
+
 def test_a_move_that_fails_is_what_a_push_raises_though_the_flush_beside_it_was_refused_too():
     link = FakeLink("http://a", move=EngineLost("dropped"), flush=EngineRejected("requests wait"))
     with pytest.raises(EngineLost, match="dropped"):
         push([link]).run()
-    assert link.state == "fenced" and link.client.calls.count("flush") == 1
+    assert link.state == "fenced" and "stamp" not in link.client.calls
 
 
 def test_refused_flush_waits_only_when_configured_to():

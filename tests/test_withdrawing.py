@@ -15,6 +15,8 @@ from tests.test_routes_nccl import Shared, children, stock
 from tests.test_session import World, assert_serves, engine
 from weightsync import receiver as wire
 from weightsync import routes_nccl
+from weightsync.config import EngineConfig
+from weightsync.consumers import Consumers
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.spec import PushRequest
@@ -151,3 +153,67 @@ def test_an_engine_that_is_gone_keeps_no_other_from_unmapping(world, caplog):
     assert second.call("status", deadline=Deadline(5, "test"), returns=wire.Status).num_segments == 0
     other_rank = one.session._links[0].receivers._ranks[1]
     assert other_rank.call("status", deadline=Deadline(5, "test"), returns=wire.Status).num_segments == 0
+
+
+@pytest.mark.parametrize(("route", "receiver"), [("bucket", False), ("shm", True), ("nccl", False), ("nccl", True)])
+def test_a_late_word_that_unmaps_what_was_mapped_anew_makes_the_next_push_map_again(world, route, receiver):
+    kind = engine() if receiver else stock()
+    one = world(kind, route=route, bucket_bytes=256, verify="fingerprint" if receiver else "none")
+    one.push(1)
+    one.session._let_go(5.0)  # though the publisher's memory is where it was
+    one.push(2)
+    assert_serves(kind, one.tensors, 2)
+
+
+def test_a_push_that_waits_for_its_step_keeps_nobody_from_withdrawing(world):
+    one = world(engine(2))
+    one.push(1)
+    pushing = threading.Thread(target=lambda: one.session.push(PushRequest(step=2)))
+    pushing.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    one.publisher.withdraw(timeout_s=20.0)
+    assert time.monotonic() - started < 5 and mapped_by_receivers(one) == 0
+    one.train(2)
+    pushing.join(30)
+    assert not pushing.is_alive()
+    assert_serves(one.engines[0], one.tensors, 2)
+
+
+def test_a_sender_that_fills_no_more_maps_the_arenas_alone(world, nursery):
+    one = world(stock(), route="nccl", bucket_bytes=256, verify="none")
+    one.push(1)
+    (first,) = children(nursery)
+    names = own_files()
+    assert mapped_by(first, names)
+    with stock(2) as second:
+        one.session.add_engine(EngineConfig(url=second.url))
+        one.push(2)
+        assert not mapped_by(first, names), "neither the trainer's memory nor the arenas of before"
+        for fake in (one.engines[0], second):
+            assert_serves(fake, one.tensors, 2)
+        one.session.remove_engine(second.url)
+
+
+def test_many_ranks_that_withdraw_at_once_do_not_keep_an_engine_from_announcing_itself(world):
+    one = world(engine())
+    one.push(1)
+    with engine(2) as late, one.session._mapping:
+        telling = [threading.Thread(target=consumers_of(one).tell, args=(3.0,)) for _ in range(4)]
+        for thread in telling:
+            thread.start()
+        time.sleep(0.3)
+        started = time.monotonic()
+        one.session.add_engine(EngineConfig(url=late.url))
+        assert time.monotonic() - started < 2.5
+        one.session.remove_engine(late.url)
+    for thread in telling:
+        thread.join(10)
+    assert one.push(2).verified
+
+
+def consumers_of(one: World) -> Consumers:
+    """Another rank's, told of the same actor."""
+    consumers = Consumers(7)
+    consumers.add(one.session._server.address)
+    return consumers

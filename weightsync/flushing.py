@@ -7,6 +7,7 @@ about, it comes right after the pause, so that one that is refused finds the eng
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from weightsync.config import Config
@@ -35,9 +36,9 @@ class Flushing:
         if self._may_be_beside(link):
             self._begun[link.url] = self._fanout.submit(lambda: self._fanout.each(self._flush, [link])[0])
 
-    def outcomes(self) -> dict[str, WeightSyncError | None]:
-        """Wait for every flush that was begun; how it went, by the engine's URL."""
-        return {url: future.result() for url, future in self._begun.items()}
+    def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
+        """Wait for the flushes of ``links`` that were begun, and for no other engine's; an outcome a link."""
+        return [self._begun[link.url].result() if link.url in self._begun else None for link in links]
 
     def _may_be_beside(self, link: EngineLink) -> bool:
         return self._config.pause == "abort" and not link.had_requests

@@ -52,16 +52,19 @@ class BroadcastGroup(EngineGroup):
     @property
     def fills(self) -> bool:
         """Whether its sender fills the arenas too."""
-        return self._fill is not None
+        return self._fill is not None and bool(self._fill.buckets)
 
-    def fill_by(self, fill: Fill | None) -> None:
-        """Have the sender fill the arenas, as ``fill`` says: side by side with its broadcasts, as one process can."""
+    def prepare(self, fill: Fill, deadline: Deadline) -> None:
+        """Have the sender map the arenas, and nothing else but what it fills them from, if it does."""
         self._fill, self._prepared = fill, None
+        self.started(deadline)
+        self._prepare(deadline)
 
     def ready(self, probe: Segment, deadline: Deadline) -> None:
         """Make the group if there is none that works, and send the first byte of ``probe`` through it."""
         if self._failed:
             self.give_up()
+            self._failed, self._last = False, None
         for number in range(_NAMES_TRIED):
             self.started(deadline)
             self._prepare(deadline)
@@ -127,10 +130,6 @@ class BroadcastGroup(EngineGroup):
             self.give_up()
             raise
 
-    def give_up(self) -> None:
-        super().give_up()
-        self._failed, self._last = False, None
-
     def close(self) -> None:
         """Have the engine leave, and end the sender."""
         if self._joined:
@@ -151,8 +150,8 @@ class BroadcastGroup(EngineGroup):
         return None
 
     def unmap(self, deadline: Deadline) -> None:
-        """As of all groups; what fills the arenas is told anew."""
-        self.fill_by(None)
+        """As of all groups; what to map is told anew."""
+        self._fill = self._prepared = None
         super().unmap(deadline)
 
     def _prepare(self, deadline: Deadline) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
 import msgspec
@@ -61,8 +61,11 @@ class Push:
         generations: dict[int, int],
         fanout: Fanout,
         deadline: Deadline,
+        alone: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
+        """``alone``: entered when all is published, so that nobody unmaps it meanwhile. May raise SourcesMoved."""
         self.step = step
+        self._alone = alone
         self._config = config
         self._workers = workers
         self._links = list(links)
@@ -98,18 +101,8 @@ class Push:
         try:
             with self._timed("publish"):
                 self._publish()
-            with self._timed("pause"):
-                self._each(self._pause)
-            with self._timed("begin"):
-                self._each(self._begin)
-            with self._timed("move"):
-                self._move()
-            with self._timed("verify"):
-                self._verify()
-            with self._timed("commit"):
-                self._each(self._commit)
-            with self._timed("continue"):
-                self._continue()
+            with self._alone():
+                self._transfer()
         except (SourcesMoved, EnginesGone):
             raise  # nothing was paused yet
         except WeightSyncError as error:
@@ -123,6 +116,20 @@ class Push:
         return self._report()
 
     # ------------------------------------------------------------------------------------------------- phases
+
+    def _transfer(self) -> None:
+        with self._timed("pause"):
+            self._each(self._pause)
+        with self._timed("begin"):
+            self._each(self._begin)
+        with self._timed("move"):
+            self._move()
+        with self._timed("verify"):
+            self._verify()
+        with self._timed("commit"):
+            self._each(self._commit)
+        with self._timed("continue"):
+            self._continue()
 
     def _publish(self) -> None:
         attached = self._fanout.submit(lambda: self._fanout.each(lambda link: link.is_attached(), self._links))
@@ -182,9 +189,8 @@ class Push:
     def _verify(self) -> None:
         outcomes = self._verification.outcomes(self._links)
         self._trainer_seconds["verify"] = self._verification.trainer_seconds
-        flushed = self._flushing.outcomes()
-        pairs = zip(self._links, outcomes, strict=True)
-        self._settle_failures(self._links, [outcome or flushed.get(link.url) for link, outcome in pairs])
+        self._settle_failures(self._links, outcomes)
+        self._settle_failures(self._links, self._flushing.outcomes(self._links))
 
     def _commit(self, link: EngineLink) -> None:
         link.client.stamp(str(self.step), self._deadline)
@@ -226,7 +232,6 @@ class Push:
         self._links = [link for link in self._links if id(link) not in gone]
 
     def _abandon(self, error: WeightSyncError) -> None:
-        self._flushing.outcomes()
         error.phase = error.phase or self._phase
         self._fanout.each(self._settle, self._links)
         error.report = [msgspec.to_builtins(link.report()) for link in self._involved]

@@ -127,9 +127,9 @@ class PullRoute:
             self._relayed_s[url] = took + (self._relayed_s.get(url, 0.0) if number else 0.0)
 
     def let_go(self, deadline: Deadline) -> None:
-        links, self._links = self._links, []
         try:
-            self._fanout.all(lambda link: link.receivers.let_go(deadline), links)
+            self._fanout.all(lambda link: link.receivers.let_go(deadline), self._links)
+            self._links = []
         finally:
             self.close()
 

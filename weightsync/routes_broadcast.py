@@ -82,9 +82,9 @@ class BroadcastRoute(BucketRoute):
         for group in kept.values():
             group.started(deadline)
         self._prepare_gathering(links[0], exports, deadline)
-        fill = self._fill_by_sender(exports) if len(links) == 1 and self._gather is None else None
+        only = len(links) == 1 and self._gather is None
         for group in kept.values():
-            group.fill_by(fill)
+            group.prepare(self._fill_by_sender(exports if only else {}), deadline)
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Make the groups that are missing, all at once; then the buckets, to those whose group works."""
@@ -136,12 +136,17 @@ class BroadcastRoute(BucketRoute):
         return next((self._places[rank].device for rank in sorted(self._places) if self._is_here(rank)), "")
 
     def _fill_by_sender(self, exports: dict[int, Export]) -> Fill:
-        """For the sender of an only engine. GPUs run kernels of one process side by side, those of two in turns."""
+        """For the sender of an only engine: GPUs run kernels of one process side by side, those of two in turns.
+
+        Without ``exports`` the actor fills, and a sender is told the arenas alone.
+        """
+        here = {rank: export for rank, export in exports.items() if self._is_here(rank)}
+        planned = zip(self._buckets, self._planned, strict=True)
         return Fill(
-            segments={rank: export.segments for rank, export in exports.items()},
-            shards={rank: export.shards for rank, export in exports.items()},
+            segments={rank: export.segments for rank, export in here.items()},
+            shards={rank: export.shards for rank, export in here.items()},
             arenas=[_segment(arena) for arena in self._arenas],
-            buckets=[gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)],
+            buckets=[gathered(b, copies, exports) for b, copies in planned] if exports else [],
         )
 
     def _fill(self, number: int, deadline: Deadline) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 
@@ -43,10 +45,13 @@ class Session:
         deadline = Deadline(config.connect_timeout_s, "connecting (connect_timeout_s)")
         self._config = config
         self._lock = threading.RLock()
+        self._mapping = threading.RLock()  # held while memory is mapped, read or unmapped
+        self._unmapped = 0
         self._workers = _meet(config, trainer, deadline)
         self._fanout = Fanout("engines")
         self._inbox = Inbox()
-        self._server = Server(Doorbell(self._inbox, self._let_go), host=config.bind_host)
+        workers = 4 + len(config.publishers)  # who withdraw all at once, and may wait
+        self._server = Server(Doorbell(self._inbox, self._let_go), host=config.bind_host, workers=workers)
         self._links: list[EngineLink] = []
         self._routes: dict[str, Route] = {}
         self._exports: dict[int, Export] = {}
@@ -55,8 +60,7 @@ class Session:
         try:
             self._links = [EngineLink(e, config) for e in config.engines]
             self._fanout.all(lambda link: self._connect(link, deadline), self._links)
-            with self._lock:
-                self._replan(deadline)
+            self._replan(deadline)
         except BaseException:
             self.close()
             raise
@@ -163,6 +167,11 @@ class Session:
     @collector.paused()
     def _replan(self, deadline: Deadline) -> None:
         """Export what the engines need, plan, and prepare every route. Moves nothing."""
+        with self._alone(deadline, "the trainer's memory is being unmapped"):
+            self._export_and_plan(deadline)
+            self._prepare(deadline)
+
+    def _export_and_plan(self, deadline: Deadline) -> None:
         workers, config = self._workers, self._config
         layouts = {link.url: link.layouts for link in self._links if link.layouts}
         own = {shard.tensor: shard.dtype for d in workers.descriptions.values() for shard in d.shards}
@@ -181,17 +190,31 @@ class Session:
         )
         if config.verify == "fingerprint":
             self._plan.prepare_to_verify()
-        self._prepare(deadline)
 
     def _let_go(self, timeout_s: float) -> None:
         """Have the trainer's memory unmapped everywhere: a rank is about to give it back. The next push maps anew."""
         deadline = Deadline(timeout_s, "letting go of the trainer's memory")
-        if not self._lock.acquire(timeout=timeout_s):
-            raise deadline.error("a push is under way")
-        try:
+        with self._alone(deadline, "a push is under way"):
+            self._unmapped += 1
+            self._exports = {r: msgspec.structs.replace(e, generation=-1) for r, e in self._exports.items()}
             self._fanout.all(lambda route: route.let_go(deadline), list(self._routes.values()))
+
+    @contextmanager
+    def _alone(self, deadline: Deadline, what: str) -> Iterator[None]:
+        if not self._mapping.acquire(timeout=deadline.remaining_s()):
+            raise deadline.error(what)
+        try:
+            yield
         finally:
-            self._lock.release()
+            self._mapping.release()
+
+    @contextmanager
+    def _still_mapped(self, unmapped: int, deadline: Deadline) -> Iterator[None]:
+        """Nobody unmaps anything meanwhile. SourcesMoved if somebody did since ``unmapped`` times were counted."""
+        with self._alone(deadline, "the trainer's memory is being unmapped"):
+            if self._unmapped != unmapped:
+                raise SourcesMoved("it was withdrawn")
+            yield
 
     def _export_notes(self) -> list[str]:
         return [f"training rank {rank}: {note}" for rank, e in self._exports.items() for note in e.notes]
@@ -257,6 +280,7 @@ class Session:
             generations={rank: export.generation for rank, export in self._exports.items()},
             fanout=self._fanout,
             deadline=deadline,
+            alone=partial(self._still_mapped, self._unmapped, deadline),
         )
 
     def _reconnect(self, gone: list[EngineLink], deadline: Deadline) -> None:
