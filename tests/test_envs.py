@@ -41,6 +41,9 @@ def root(tmp_path: Path) -> Path:
         "[dependency-groups]\nextra = []\n[tool.uv]\npackage = false\n"
     )
     subprocess.run([*UV, "lock", "--offline", "--project", project], check=True, capture_output=True, timeout=60)
+    tools = project.parent.parent / ".tools"
+    tools.mkdir()
+    script(tools / "uv", f'#!/bin/sh\nexec {shlex.join(UV)} "$@"\n')  # as bootstrap.sh leaves it, whatever PATH has
     return project.parent.parent
 
 
