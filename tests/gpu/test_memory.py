@@ -66,6 +66,24 @@ def test_a_stock_engine_is_fed_by_handles_of_the_actor_and_grows_nothing() -> No
     assert_nothing_grew(before, after)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_withdrawn_and_freed_is_free_while_engines_go_on(route: str) -> None:
+    with world(SIZE) as one:
+        _warm(one)
+        one.connect(**ROUTES[route])
+        for step in (1, 2):
+            one.push(step)
+            full = _used()
+            freed = sum(rank.call("offload") for rank in one.ranks)
+            left = _used()
+            one.assert_served(step)
+            for rank in one.ranks:
+                rank.call("onload")
+        assert sum(full.values()) - sum(left.values()) > freed - GPU_SLACK_BYTES, (full, left, freed)
+        one.push(3)
+        one.assert_served(3)
+
+
 def _warm(one: World) -> dict[str, dict[str, int]]:
     """The state once torch has loaded and reserved what it takes to change weights and to sum them up."""
     one.change(0)

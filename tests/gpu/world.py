@@ -106,6 +106,24 @@ class TrainingRank(Process):
     def withdraw(self) -> None:
         self._publisher.withdraw()
 
+    def offload(self) -> int:
+        """Withdraw, bring all tensors to the host and give their memory back; the bytes."""
+        self._publisher.withdraw()
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = tensor.to("cpu", copy=True)
+        del tensor
+        self._empty()
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def onload(self) -> None:
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = tensor.to(self._device)
+
+    def _empty(self) -> None:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         self._publisher.close()
 
