@@ -23,7 +23,9 @@ from weightsync.errors import PlanError
 MASK = (1 << 64) - 1
 _MASK31 = (1 << 31) - 1
 _ROW_WORDS = 1 << 12  # 2**12 words * 2**16 * 2**16 < 2**53: every partial sum is exact in float64
-_PIECE_WORDS = 1 << 15  # scratch of 256 KiB stays in cache; small enough for torch to stay in this one thread
+_PIECE_WORDS = (
+    1 << 19
+)  # scratch of 4 MiB: an engine's event loop makes a thread wait at every operation, so few of them
 _BLOCK_WORDS = 1 << 23  # shares one set of multipliers; a copy of it (strided views) takes 16 MiB
 _BLOCK_ROWS = 1 << 16
 
