@@ -5,14 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from weightsync.transports.sender import Nursery
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that skips itself fails, as `make test` wants it")
     parser.addoption("--results", default="", help="a folder in which GPU tests that measure write what they found")
     parser.addoption("--commit", default="", help="what those rows say of this checkout, where git is not there to ask")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """One for all tests of a file: importing torch takes it seconds."""
+    from weightsync.transports.sender import Nursery
+
+    one = Nursery()
+    yield one
+    one.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from tests.fakes.engine import FakeEngine
 from tests.row_world import SHAPES, RowWorld
-from tests.test_routes_nccl import Shared
+from tests.senders import Shared, stock
 from tests.test_session import engine
 from weightsync import mirror, routes_nccl, supply
 from weightsync.boxes import dense_strides, volume
@@ -29,13 +29,6 @@ from weightsync.transports.sender import Nursery
 
 pytestmark = pytest.mark.timeout(180)
 MODEL_BYTES = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    one = Nursery()
-    yield one
-    one.close()
 
 
 @pytest.fixture
@@ -51,10 +44,6 @@ def far(nursery, monkeypatch) -> Iterator[Callable[..., RowWorld]]:
     yield make
     for one in made:
         one.close()
-
-
-def stock(tp_size: int = 1) -> FakeEngine:
-    return engine(tp_size, receiver=False)
 
 
 def senders(nursery: Nursery) -> list[int]:

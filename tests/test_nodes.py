@@ -17,7 +17,7 @@ import torch
 from tests.fakes.engine import FakeEngine
 from tests.fakes.rows import RowTrainer
 from tests.row_world import SHAPES, RowWorld
-from tests.test_routes_nccl import Shared
+from tests.senders import Shared, stock
 from tests.test_session import engine
 from weightsync import nodes, routes_broadcast, routes_nccl
 from weightsync.deadline import Deadline
@@ -26,7 +26,6 @@ from weightsync.routes_nccl import check_fits
 from weightsync.sharing import link_bytes
 from weightsync.transports import node as node_module
 from weightsync.transports.node import NodeServer, RemoteNursery
-from weightsync.transports.sender import Nursery
 
 pytestmark = pytest.mark.timeout(180)
 HERE, B, C = "node-a", "node-b", "node-c"
@@ -39,13 +38,6 @@ def actors() -> Iterator[dict[str, NodeServer]]:
     yield made
     for one in made.values():
         one.close()
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    one = Nursery()
-    yield one
-    one.close()
 
 
 @pytest.fixture
@@ -63,10 +55,6 @@ def cluster(actors, nursery, monkeypatch) -> Iterator[Callable[..., RowWorld]]:
     yield make
     for one in made:
         one.close()
-
-
-def stock(tp_size: int = 1) -> FakeEngine:
-    return engine(tp_size, receiver=False)
 
 
 def senders_of(actor: NodeServer) -> list:

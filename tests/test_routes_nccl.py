@@ -14,6 +14,7 @@ import torch
 
 from tests.fakes.engine import DISTRIBUTED, UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
+from tests.senders import Shared, children, stock
 from tests.test_session import World, assert_serves, engine, served
 from weightsync import groups_broadcast, nodes, routes_broadcast, routes_nccl
 from weightsync.deadline import Deadline
@@ -25,30 +26,11 @@ from weightsync.transports.bucket import plan_buckets
 from weightsync.transports.nccl import Broadcast, Part
 from weightsync.transports.sender import Nursery
 
-
-class Shared:
-    """A nursery that its route does not end."""
-
-    def __init__(self, nursery: Nursery) -> None:
-        self.start, self.pid = nursery.start, nursery._process.pid
-
-    def close(self) -> None:
-        pass
-
-
 SEGMENT = Segment("shm", b"", 1)
 TENSORS = Tensors(["t"], ["uint8"], [(1,)])
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    """One for all tests of this file: importing torch takes it seconds."""
-    one = Nursery()
-    yield one
-    one.close()
 
 
 @pytest.fixture
@@ -66,16 +48,6 @@ def world(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]
     yield make
     for one in made:
         one.close()
-
-
-def stock(tp_size: int = 1, version: str = "0.5.23") -> FakeEngine:
-    return engine(tp_size, receiver=False, version=version)
-
-
-def children(nursery: Nursery) -> set[int]:
-    """Process ids of its senders."""
-    with open(f"/proc/{nursery._process.pid}/task/{nursery._process.pid}/children") as file:
-        return {int(pid) for pid in file.read().split()}
 
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes.engine import UPDATE
+from tests.senders import Shared, children, stock
 from tests.test_publisher import own_files
-from tests.test_routes_nccl import Shared, children, stock
 from tests.test_session import World, assert_serves, engine
 from weightsync import receiver as wire
 from weightsync import routes_nccl
@@ -23,13 +23,6 @@ from weightsync.spec import PushRequest
 from weightsync.transports.sender import Nursery
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    one = Nursery()
-    yield one
-    one.close()
 
 
 @pytest.fixture

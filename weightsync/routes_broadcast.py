@@ -16,7 +16,7 @@ from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.routes import Outcome
 from weightsync.routes_bucket import BucketRoute
-from weightsync.spec import Export, Segment, TensorSpec
+from weightsync.spec import Copy, Export, Segment, TensorSpec
 from weightsync.transports import Memory, bucket
 from weightsync.transports.bucket_cuda import CudaArena
 from weightsync.transports.nccl import Broadcast, Fill, Part
@@ -79,12 +79,11 @@ class BroadcastRoute(BucketRoute):
         for group in self._groups.values():
             group.close()
         self._groups = kept
-        for group in kept.values():
-            group.started(deadline)
         self._prepare_gathering(links[0], exports, deadline)
         only = len(links) == 1 and self._gather is None
+        fill = self._fill_by_sender(exports if only else {})
         for group in kept.values():
-            group.prepare(self._fill_by_sender(exports if only else {}), deadline)
+            group.prepare(fill, deadline)
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Make the groups that are missing, all at once; then the buckets, to those whose group works."""
@@ -119,7 +118,7 @@ class BroadcastRoute(BucketRoute):
             self._gather = GatherGroup(self._groups_fanout, self._nodes, places, like=like)
             arenas = [_segment(arena) for arena in self._arenas]
             chunk_bytes = max(1, self._bucket_bytes // (GATHER_SHARE * len(remote)))
-            wanted = [gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)]
+            wanted = self._into_arenas(exports)
             self._gather.install(*to_gather(wanted, self._places, remote, exports, arenas, chunk_bytes))
             self._gather.started(deadline)
 
@@ -141,13 +140,16 @@ class BroadcastRoute(BucketRoute):
         Without ``exports`` the actor fills, and a sender is told the arenas alone.
         """
         here = {rank: export for rank, export in exports.items() if self._is_here(rank)}
-        planned = zip(self._buckets, self._planned, strict=True)
         return Fill(
             segments={rank: export.segments for rank, export in here.items()},
             shards={rank: export.shards for rank, export in here.items()},
             arenas=[_segment(arena) for arena in self._arenas],
-            buckets=[gathered(b, copies, exports) for b, copies in planned] if exports else [],
+            buckets=self._into_arenas(exports) if exports else [],
         )
+
+    def _into_arenas(self, exports: dict[int, Export]) -> list[list[Copy]]:
+        """By bucket, the copies that fill it, aimed at the arena that it lies in."""
+        return [gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)]
 
     def _fill(self, number: int, deadline: Deadline) -> None:
         if all(group.fills for group in self._groups.values()):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import senders
 from weightsync import devices
 from weightsync.boxes import whole
 from weightsync.deadline import Deadline
@@ -68,11 +69,11 @@ def pair(nursery: Nursery, name: str, backend: str = "nccl") -> tuple[SenderProc
 def broadcast(sender: SenderProcess, group: Any, memory: cuda_ipc.Memory, target: torch.Tensor) -> float:
     """Seconds until both ends are done."""
     request = nccl.Broadcast(memory.segment, target.numel(), 30.0)
-    sending = threading.Thread(target=lambda: sender.call("broadcast", request, deadline=soon()))
+    sending = threading.Thread(target=lambda: senders.broadcast(sender, request, soon()))
     started = time.perf_counter()
     sending.start()
     with torch.cuda.device(1):
-        group.broadcast(target, soon())
+        senders.receive(group, target, soon())
     sending.join()
     return time.perf_counter() - started
 
@@ -168,7 +169,7 @@ def test_a_sender_killed_in_the_middle_is_given_up_by_the_deadline_and_a_new_gro
     threading.Timer(0.5, sender.kill).start()
     started = time.monotonic()
     with torch.cuda.device(1), pytest.raises(TransferError):
-        group.broadcast(target, soon(5.0))
+        senders.receive(group, target, soon(5.0))
     print(f"given up after {time.monotonic() - started:.1f} s")
     group.abort()
     torch.cuda.synchronize(1)

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.gpu_engine import GpuEngine
+from tests import senders
 from tests.gpu import real
 from weightsync import devices
 from weightsync.config import load_config
@@ -184,7 +185,7 @@ def _kill_in_the_middle(group: BroadcastGroup) -> dict:
         target=call, args=("engine_call", lambda: client.update_weights_from_distributed(what, group._name, deadline))
     )
     sender_side = threading.Thread(
-        target=call, args=("sender_call", lambda: sender.call("broadcast", broadcast, deadline=deadline))
+        target=call, args=("sender_call", lambda: senders.broadcast(sender, broadcast, deadline))
     )
     started = time.monotonic()
     engine_side.start()

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.senders import broadcast, receive
 from weightsync.boxes import dense_strides, volume
 from weightsync.deadline import Deadline
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
@@ -29,13 +30,6 @@ CPU = torch.device("cpu")
 
 def soon(seconds: float = 60.0) -> Deadline:
     return Deadline(seconds, "test")
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    one = Nursery()
-    yield one
-    one.close()
 
 
 @pytest.fixture
@@ -105,12 +99,10 @@ def test_a_broadcast_and_a_greeting_arrive(sender):
     group = pair(sender, "arrive")
     memory = shm.allocate(1000)
     memory.tensor.copy_(torch.arange(1000) % 251)
-    sent = threading.Thread(
-        target=lambda: sender.call("broadcast", nccl.Broadcast(memory.segment, 700, 20.0), deadline=soon())
-    )
+    sent = threading.Thread(target=lambda: broadcast(sender, nccl.Broadcast(memory.segment, 700, 20.0), soon()))
     sent.start()
     got = torch.zeros(700, dtype=torch.uint8)
-    group.broadcast(got, soon(20))
+    receive(group, got, soon(20))
     sent.join()
     assert torch.equal(got, memory.tensor[:700])
     greeting = threading.Thread(target=lambda: sender.call("greet", nccl.Greet([1], 20.0), deadline=soon()))
@@ -126,11 +118,11 @@ def test_a_sender_that_sends_nothing_is_given_up_at_the_deadline(sender):
     group = pair(sender, "silent")
     started = time.monotonic()
     with pytest.raises(TransferTimeout, match="group silent: broadcast: no answer within 1 s"):
-        group.broadcast(torch.zeros(8, dtype=torch.uint8), soon(1.0))
+        receive(group, torch.zeros(8, dtype=torch.uint8), soon(1.0))
     assert time.monotonic() - started < 5
     group.abort()
     with pytest.raises(TransferError, match="was given up"):
-        group.broadcast(torch.zeros(8, dtype=torch.uint8), soon(1.0))
+        receive(group, torch.zeros(8, dtype=torch.uint8), soon(1.0))
 
 
 def test_a_killed_sender_is_noticed_at_once(sender):

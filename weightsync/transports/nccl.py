@@ -193,10 +193,6 @@ class Sender:
             receives = list(zip(request.peers, byte.unbind()))
             group.finish(group.start([], receives), Deadline(request.timeout_s, "being greeted"))
 
-    def broadcast(self, request: Broadcast) -> None:
-        """Done when every member has it, or has it in its buffers."""
-        self.finish(Finish(self.begin(request), request.timeout_s))
-
     def begin(self, request: Broadcast) -> int:
         """Begin a broadcast, after those begun before; the number by which to ``finish`` it."""
         with self._on_device():

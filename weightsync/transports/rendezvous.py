@@ -105,14 +105,13 @@ class Group:
         if device.type == "cuda":  # of another pool than the streams of copies, which must not wait here
             self._waiting = torch.cuda.Stream(device, priority=-1)
 
-    def broadcast(self, tensor: torch.Tensor, deadline: Deadline, *, source: int = 0) -> None:
-        """Give ``tensor`` to all, or receive it; done on return. Raises TransferError, TransferTimeout."""
-        self.finish(self.start_broadcasts([tensor], deadline, source=source), deadline, doing="broadcast")
+    def start_broadcasts(self, tensors: Sequence[torch.Tensor], deadline: Deadline) -> list[Any]:
+        """Begin to give rank 0's ``tensors`` to all, one after the other, or to receive them; ``finish`` the result.
 
-    def start_broadcasts(self, tensors: Sequence[torch.Tensor], deadline: Deadline, *, source: int = 0) -> list[Any]:
-        """Begin to give ``tensors`` to all, one after the other, or to receive them; hand the result to ``finish``."""
+        Raises TransferError, TransferTimeout.
+        """
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
+        options.rootRank, options.rootTensor = 0, 0
         options.timeout = _left(deadline) if self.device.type == "cpu" else _NEVER
         with self._failing("broadcast", deadline):
             return [self._alive().broadcast([tensor], options) for tensor in tensors]

@@ -1,0 +1,44 @@
+"""Sender processes as tests use them: the nursery that they share, whose children there are, and a whole broadcast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.fakes.engine import FakeEngine
+from tests.test_session import engine
+from weightsync.deadline import Deadline
+from weightsync.transports import nccl
+from weightsync.transports.sender import Nursery
+
+
+class Shared:
+    """A nursery that its route does not end."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self.start, self.pid = nursery.start, nursery._process.pid
+
+    def close(self) -> None:
+        pass
+
+
+def children(nursery: Nursery) -> set[int]:
+    """Process ids of its senders."""
+    with open(f"/proc/{nursery._process.pid}/task/{nursery._process.pid}/children") as file:
+        return {int(pid) for pid in file.read().split()}
+
+
+def stock(tp_size: int = 1, version: str = "0.5.23") -> FakeEngine:
+    return engine(tp_size, receiver=False, version=version)
+
+
+def broadcast(sender: Any, request: nccl.Broadcast, deadline: Deadline) -> None:
+    """The sender's part, from beginning to end."""
+    number = sender.call("begin", request, deadline=deadline, returns=int)
+    sender.call("finish", nccl.Finish(number, request.timeout_s), deadline=deadline)
+
+
+def receive(group: Any, tensor: torch.Tensor, deadline: Deadline) -> None:
+    """A member's part, from beginning to end."""
+    group.finish(group.start_broadcasts([tensor], deadline), deadline, doing="broadcast")
