@@ -21,6 +21,7 @@ from weightsync.push import EnginesGone, Push, SourcesMoved
 from weightsync.routes import PullRoute, Route, refuse_rounds
 from weightsync.rpc import Server
 from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
+from weightsync.tenure import Tenure
 from weightsync.workers import Workers
 
 MAX_REMAPS = 3
@@ -45,8 +46,7 @@ class Session:
         deadline = Deadline(config.connect_timeout_s, "connecting (connect_timeout_s)")
         self._config = config
         self._lock = threading.RLock()
-        self._mapping = threading.RLock()  # held while memory is mapped, read or unmapped
-        self._unmapped = 0
+        self._tenure = Tenure()
         self._workers = _meet(config, trainer, deadline)
         self._fanout = Fanout("engines")
         self._inbox = Inbox()
@@ -167,7 +167,7 @@ class Session:
     @collector.paused()
     def _replan(self, deadline: Deadline) -> None:
         """Export what the engines need, plan, and prepare every route. Moves nothing."""
-        with self._alone(deadline, "the trainer's memory is being unmapped"):
+        with self._tenure.alone(deadline, "the trainer's memory is being unmapped"):
             self._export_and_plan(deadline)
             self._prepare(deadline)
 
@@ -194,25 +194,16 @@ class Session:
     def _let_go(self, timeout_s: float) -> None:
         """Have the trainer's memory unmapped everywhere: a rank is about to give it back. The next push maps anew."""
         deadline = Deadline(timeout_s, "letting go of the trainer's memory")
-        with self._alone(deadline, "a push is under way"):
-            self._unmapped += 1
+        with self._tenure.alone(deadline, "a push is under way"):
+            self._tenure.ended += 1
             self._exports = {r: msgspec.structs.replace(e, generation=-1) for r, e in self._exports.items()}
             self._fanout.all(lambda route: route.let_go(deadline), list(self._routes.values()))
 
     @contextmanager
-    def _alone(self, deadline: Deadline, what: str) -> Iterator[None]:
-        if not self._mapping.acquire(timeout=deadline.remaining_s()):
-            raise deadline.error(what)
-        try:
-            yield
-        finally:
-            self._mapping.release()
-
-    @contextmanager
-    def _still_mapped(self, unmapped: int, deadline: Deadline) -> Iterator[None]:
-        """Nobody unmaps anything meanwhile. SourcesMoved if somebody did since ``unmapped`` times were counted."""
-        with self._alone(deadline, "the trainer's memory is being unmapped"):
-            if self._unmapped != unmapped:
+    def _still_mapped(self, ended: int, deadline: Deadline) -> Iterator[None]:
+        """Nobody unmaps anything meanwhile. SourcesMoved if somebody did since ``ended`` was read."""
+        with self._tenure.alone(deadline, "the trainer's memory is being unmapped"):
+            if self._tenure.ended != ended:
                 raise SourcesMoved("it was withdrawn")
             yield
 
@@ -280,7 +271,7 @@ class Session:
             generations={rank: export.generation for rank, export in self._exports.items()},
             fanout=self._fanout,
             deadline=deadline,
-            alone=partial(self._still_mapped, self._unmapped, deadline),
+            alone=partial(self._still_mapped, self._tenure.ended, deadline),
         )
 
     def _reconnect(self, gone: list[EngineLink], deadline: Deadline) -> None:
