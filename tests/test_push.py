@@ -157,7 +157,7 @@ class FakePlan:
         return type("Summary", (), {"num_tensors": 1})()
 
 
-def push(links, *, route=None, workers=None, threads=64, **config) -> Push:
+def push(links, *, route=None, workers=None, threads=64, early=lambda link: False, **config) -> Push:
     fanout = Fanout("test", workers=threads)
     return Push(
         5,
@@ -169,6 +169,7 @@ def push(links, *, route=None, workers=None, threads=64, **config) -> Push:
         generations={0: 0},
         fanout=fanout,
         deadline=Deadline(10, "test"),
+        may_pause_early=early,
     )
 
 
@@ -373,7 +374,7 @@ def test_engines_whose_last_pause_waited_for_requests_are_drained_before_an_abor
 
 def test_a_pause_that_took_long_is_remembered(monkeypatch):
     links = three()
-    monkeypatch.setattr("weightsync.push.SLOW_PAUSE_S", -1.0)
+    monkeypatch.setattr("weightsync.pausing.SLOW_PAUSE_S", -1.0)
     push(links).run()
     assert all(link.had_requests for link in links)
 

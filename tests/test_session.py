@@ -12,6 +12,7 @@ import torch
 from tests.fakes.engine import UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
 from weightsync.config import Config, EngineConfig, load_config
+from weightsync.consumers import Marked
 from weightsync.errors import (
     ConfigError,
     EngineLost,
@@ -164,6 +165,49 @@ def test_a_step_that_was_not_marked_times_out_and_pauses_nobody(world):
         one.session.push(PushRequest(step=2, timeout_s=0.5))
     assert one.engines[0].paths()[before:] == []
     assert_serves(one.engines[0], one.tensors, 1)
+
+
+def test_an_engine_beside_the_trainer_is_paused_while_a_marked_step_is_published(world, monkeypatch):
+    one = world(engine(2), engine(receiver=False), verify="none")
+    one.push(1)
+    publish, seen = one.session._workers.publish, []
+
+    def slow(*args):
+        time.sleep(0.5)
+        seen.append([fake.paused for fake in one.engines])
+        return publish(*args)
+
+    monkeypatch.setattr(one.session._workers, "publish", slow)
+    one.train(2)
+    eventually(lambda: one.session._readiness._marked == {0: 2})
+    one.session.push(PushRequest(step=2))
+    assert seen == [[True, False]], "of an engine without our receiver nobody knows where it is"
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 2)
+
+
+def test_a_trainer_whose_memory_moved_finds_no_engine_paused_while_it_is_mapped_anew(world, monkeypatch):
+    one = world(engine())
+    one.push(1)
+    replan, paused = one.session._replan, []
+    monkeypatch.setattr(
+        one.session, "_replan", lambda deadline: (paused.append(one.engines[0].paused), replan(deadline))
+    )
+    one.publisher.withdraw()
+    one.train(2)
+    one.session._readiness.on_marked(Marked(0, 2))  # who withdraws forgets whom to tell
+    before = len(one.engines[0].paths())
+    one.session.push(PushRequest(step=2))
+    paths = one.engines[0].paths()[before:]
+    assert paused == [False] and paths.count("/pause_generation") == 2, paths
+    assert_serves(one.engines[0], one.tensors, 2)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.005)
 
 
 def test_a_rank_that_is_ahead_is_refused_at_once(world):

@@ -192,7 +192,7 @@ def test_many_ranks_that_withdraw_at_once_do_not_keep_an_engine_from_announcing_
     one = world(engine())
     one.push(1)
     with engine(2) as late, one.session._tenure.alone(Deadline(5, "test"), "test"):
-        telling = [threading.Thread(target=consumers_of(one).tell, args=(3.0,)) for _ in range(4)]
+        telling = [threading.Thread(target=consumers_of(one).withdrawn, args=(3.0,)) for _ in range(4)]
         for thread in telling:
             thread.start()
         time.sleep(0.3)

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from weightsync.consumers import Withdrawn
+from weightsync.consumers import Marked, Withdrawn
 from weightsync.deadline import Deadline
 from weightsync.receiver import Announcement
 
@@ -41,12 +41,13 @@ class Inbox:
 class Doorbell:
     """The methods that receivers and publishers call at the actor's own rpc server.
 
-    ``let_go`` has the trainer's memory unmapped everywhere, within so many seconds.
+    ``let_go`` has the trainer's memory unmapped everywhere, within so many seconds; ``on_marked`` is told of marks.
     """
 
-    def __init__(self, inbox: Inbox, let_go: Callable[[float], None]) -> None:
+    def __init__(self, inbox: Inbox, let_go: Callable[[float], None], on_marked: Callable[[Marked], None]) -> None:
         self._inbox = inbox
         self._let_go = let_go
+        self._on_marked = on_marked
 
     def announce(self, announcement: Announcement) -> None:
         """A receiver was attached, or says why it could not be."""
@@ -55,6 +56,10 @@ class Doorbell:
     def withdrawn(self, request: Withdrawn) -> None:
         """A training rank is about to give its memory back. Raises TransferTimeout while a push is under way."""
         self._let_go(request.timeout_s)
+
+    def marked(self, marked: Marked) -> None:
+        """A training rank has marked a step."""
+        self._on_marked(marked)
 
     def unknown(self, announcement: Announcement) -> None:
         """A receiver was sent a pull of a session that it does not know: its process is not the one attached."""

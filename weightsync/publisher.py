@@ -191,6 +191,7 @@ class Publisher:
     def step_done(self, step: int) -> None:
         """Mark the weights as those of ``step``, readable once what this thread's CUDA stream has queued is done."""
         self._offer.mark(step)
+        self._consumers.marked(step)
 
     def withdraw(self, timeout_s: float = WITHDRAW_S) -> None:
         """Give the exported memory back, before the weights are offloaded. The next push exports it again.
@@ -200,13 +201,14 @@ class Publisher:
         """
         self._offer.void()
         self._wire._let_go()
-        self._consumers.tell(timeout_s)
+        self._consumers.withdrawn(timeout_s)
         self._offer.withdraw()
 
     def close(self) -> None:
         """Stop serving and free all memory; a push under way fails. Idempotent."""
         self._offer.close()
         self._server.close()
+        self._consumers.close()
 
     def __enter__(self) -> Publisher:
         return self

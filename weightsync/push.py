@@ -23,6 +23,7 @@ from weightsync.errors import EngineLost, EngineRejected, TransferError, WeightS
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.flushing import Flushing
+from weightsync.pausing import Pausing
 from weightsync.plan import Plan
 from weightsync.routes import Route
 from weightsync.spec import EngineReport, SyncReport
@@ -31,15 +32,14 @@ from weightsync.workers import Workers
 
 PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
 CLEANUP_S = 5.0
-SLOW_PAUSE_S = 0.5
 
 
 class SourcesMoved(Exception):
-    """What a rank had exported is void (offloaded and back, a new allocation). Nothing was paused or moved yet."""
+    """What a rank had exported is void (offloaded and back, a new allocation). Nothing moved, nobody stays paused."""
 
 
 class EnginesGone(Exception):
-    """``links`` are no longer the processes that were attached. Nothing was paused or moved yet."""
+    """``links`` are no longer the processes that were attached. Nothing moved, nobody stays paused."""
 
     def __init__(self, links: list[EngineLink]) -> None:
         super().__init__(", ".join(link.url for link in links))
@@ -62,8 +62,11 @@ class Push:
         fanout: Fanout,
         deadline: Deadline,
         alone: Callable[[], AbstractContextManager] = nullcontext,
+        may_pause_early: Callable[[EngineLink], bool] = lambda link: False,
     ) -> None:
-        """``alone``: entered when all is published, so that nobody unmaps it meanwhile. May raise SourcesMoved."""
+        """``alone``: entered when all is published, so that nobody unmaps it meanwhile. May raise SourcesMoved.
+        ``may_pause_early``: whether an engine may be paused while the trainer publishes; see ``pausing``.
+        """
         self.step = step
         self._alone = alone
         self._config = config
@@ -81,6 +84,9 @@ class Push:
         self._notes: list[str] = []
         self._generations = generations
         self._flushing = Flushing(config=config, fanout=fanout, deadline=deadline)
+        self._pausing = Pausing(
+            config=config, fanout=fanout, deadline=deadline, flushing=self._flushing, may_be_beside=may_pause_early
+        )
         verifies = config.verify == "fingerprint"
         self._regions = {r: plan.regions(r) if verifies else [] for r in workers.ranks}
         self._verification = Verification(
@@ -99,12 +105,9 @@ class Push:
         for link in self._links:
             link.start_push(landed=partial(self._on_landed, link))
         try:
-            with self._timed("publish"):
-                self._publish()
-            with self._alone():
-                self._transfer()
+            self._publish_and_transfer()
         except (SourcesMoved, EnginesGone):
-            raise  # nothing was paused yet
+            raise
         except WeightSyncError as error:
             self._abandon(error)
             raise
@@ -117,9 +120,23 @@ class Push:
 
     # ------------------------------------------------------------------------------------------------- phases
 
+    def _publish_and_transfer(self) -> None:
+        try:
+            with self._timed("publish"):
+                self._pausing.before_publish(self._links)
+                self._publish()
+            with self._alone():
+                self._transfer()
+        except SourcesMoved:
+            self._undo_pauses([])
+            raise
+        except EnginesGone as found:
+            self._undo_pauses(found.links)
+            raise
+
     def _transfer(self) -> None:
         with self._timed("pause"):
-            self._each(self._pause)
+            self._settle_failures(self._links, self._pausing.outcomes(self._links))
         with self._timed("begin"):
             self._each(self._begin)
         with self._timed("move"):
@@ -144,26 +161,6 @@ class Push:
         moved = [rank for rank, p in published.items() if p.generation != self._generations[rank]]
         if moved:
             raise SourcesMoved(f"training ranks {moved} moved their memory")
-
-    def _pause(self, link: EngineLink) -> None:
-        link.progress.paused = True  # before the call: one that times out may still take effect
-        drained = self._drain(link)
-        started = time.perf_counter()
-        if self._config.pause != "none":
-            link.client.pause(self._config.pause, self._deadline)
-        link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
-        if self._config.pause == "in_place":
-            self._notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
-        self._flushing.after_pause(link)
-
-    def _drain(self, link: EngineLink) -> bool:
-        """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""
-        if self._config.pause != "abort" or not link.had_requests:
-            return False
-        num_requests = link.client.num_requests(self._deadline)
-        if num_requests:
-            link.client.drain(num_requests, self._deadline)
-        return bool(num_requests)
 
     def _begin(self, link: EngineLink) -> None:
         link.progress.began = True
@@ -231,7 +228,13 @@ class Push:
         gone = {id(link) for link, _ in failed}
         self._links = [link for link in self._links if id(link) not in gone]
 
+    def _undo_pauses(self, gone: list[EngineLink]) -> None:
+        self._pausing.settle()
+        links = [link for link in self._links if link not in gone]
+        self._settle_failures(links, self._fanout.each(self._pausing.undo, links))
+
     def _abandon(self, error: WeightSyncError) -> None:
+        self._pausing.settle()
         error.phase = error.phase or self._phase
         self._fanout.each(self._settle, self._links)
         error.report = [msgspec.to_builtins(link.report()) for link in self._involved]
@@ -280,5 +283,5 @@ class Push:
             trainer_seconds=self._trainer_seconds,
             verified=all(link.progress.verified for link in self._links),
             engines=engines,
-            notes=[*(note for link in self._involved for note in link.notes), *self._notes],
+            notes=[*(note for link in self._involved for note in link.notes), *self._pausing.notes, *self._notes],
         )

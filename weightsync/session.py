@@ -18,6 +18,7 @@ from weightsync.fleet import EngineLink, lost
 from weightsync.inbox import Doorbell, Inbox
 from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
 from weightsync.push import EnginesGone, Push, SourcesMoved
+from weightsync.readiness import Readiness
 from weightsync.routes import PullRoute, Route, refuse_rounds
 from weightsync.rpc import Server
 from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
@@ -48,10 +49,12 @@ class Session:
         self._lock = threading.RLock()
         self._tenure = Tenure()
         self._workers = _meet(config, trainer, deadline)
+        self._readiness = Readiness(self._workers.descriptions.values())
         self._fanout = Fanout("engines")
         self._inbox = Inbox()
         workers = 4 + len(config.publishers)  # who withdraw all at once, and may wait
-        self._server = Server(Doorbell(self._inbox, self._let_go), host=config.bind_host, workers=workers)
+        doorbell = Doorbell(self._inbox, self._let_go, self._readiness.on_marked)
+        self._server = Server(doorbell, host=config.bind_host, workers=workers)
         self._links: list[EngineLink] = []
         self._routes: dict[str, Route] = {}
         self._exports: dict[int, Export] = {}
@@ -272,6 +275,7 @@ class Session:
             fanout=self._fanout,
             deadline=deadline,
             alone=partial(self._still_mapped, self._tenure.ended, deadline),
+            may_pause_early=lambda link: self._readiness.is_ready_beside(link, step),
         )
 
     def _reconnect(self, gone: list[EngineLink], deadline: Deadline) -> None:

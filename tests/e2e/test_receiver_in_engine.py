@@ -41,7 +41,7 @@ class Rig:
         self.engine = SglangEngine(url, config=Config(pair="sgl_dtensor_v2"))
         self.info = self.engine.connect(soon())
         self.inbox = Inbox()
-        self.server = Server(Doorbell(self.inbox, lambda timeout_s: None))
+        self.server = Server(Doorbell(self.inbox, lambda timeout_s: None, lambda marked: None))
         self.values = {n: torch.from_numpy(v) for n, v in weights(kind.model, seed=BOOT_SEED).items()}
         self.shards, size = [], 0
         for name, value in self.values.items():

@@ -1,0 +1,89 @@
+"""When an engine is paused in a push. Runs in the weight-sync actor.
+
+As a rule when all is published: an engine that generates loses no time to a trainer that is late. One that shares its
+GPU with a training rank has nothing to lose while that rank publishes a step that it has marked already, so its pause
+goes beside; but not where the last one had requests to end, which a publish that fails would have ended for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from weightsync.config import Config
+from weightsync.deadline import Deadline
+from weightsync.errors import WeightSyncError
+from weightsync.fanout import Fanout
+from weightsync.fleet import EngineLink
+from weightsync.flushing import Flushing
+
+SLOW_PAUSE_S = 0.5
+
+
+class Pausing:
+    """The pauses of one push. ``may_be_beside``: whether this engine may be paused beside ``publish``."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        fanout: Fanout,
+        deadline: Deadline,
+        flushing: Flushing,
+        may_be_beside: Callable[[EngineLink], bool],
+    ) -> None:
+        self._config = config
+        self._fanout = fanout
+        self._deadline = deadline
+        self._flushing = flushing
+        self._may_be_beside = may_be_beside
+        self._begun: dict[str, Future[WeightSyncError | None]] = {}
+        self.notes: list[str] = []
+
+    def before_publish(self, links: Sequence[EngineLink]) -> None:
+        """Begin now, where it may be beside."""
+        for link in links:
+            if self._config.pause != "none" and not link.had_requests and self._may_be_beside(link):
+                self._begun[link.url] = self._fanout.submit(partial(self._alone, link))
+
+    def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
+        """Pause all of ``links`` that are not paused yet; an outcome a link."""
+        later = [link for link in links if link.url not in self._begun]
+        paused = dict(zip([link.url for link in later], self._fanout.each(self._pause, later), strict=True))
+        return [self._begun[li.url].result() if li.url in self._begun else paused[li.url] for li in links]
+
+    def settle(self) -> None:
+        """Wait for the pauses that were begun: what is undone before they have ended could be overtaken by them."""
+        for begun in self._begun.values():
+            begun.result()
+
+    def undo(self, link: EngineLink) -> None:
+        """Let an engine that was paused beside work again: nothing is to be moved now."""
+        if link.progress.paused and not link.held:
+            link.client.resume(self._deadline)
+        link.progress.paused = False
+
+    def _alone(self, link: EngineLink) -> WeightSyncError | None:
+        return self._fanout.each(self._pause, [link])[0]
+
+    def _pause(self, link: EngineLink) -> None:
+        link.progress.paused = True  # before the call: one that times out may still take effect
+        drained = self._drain(link)
+        started = time.perf_counter()
+        if self._config.pause != "none":
+            link.client.pause(self._config.pause, self._deadline)
+        link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
+        if self._config.pause == "in_place":
+            self.notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
+        self._flushing.after_pause(link)
+
+    def _drain(self, link: EngineLink) -> bool:
+        """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""
+        if self._config.pause != "abort" or not link.had_requests:
+            return False
+        num_requests = link.client.num_requests(self._deadline)
+        if num_requests:
+            link.client.drain(num_requests, self._deadline)
+        return bool(num_requests)
