@@ -67,11 +67,19 @@ def test_stock_engines_of_different_tp_get_the_same_buckets(world, version):
     assert len(buckets) >= 6 and all(b["flush_cache"] is False and "weight_version" not in b for b in buckets)
 
 
-def test_a_bucket_is_asked_for_when_the_one_before_is_answered_and_not_earlier(world):
+def test_a_bucket_is_asked_for_before_the_one_before_is_answered_and_taken_after_it(world, monkeypatch):
     one = world(stock(2))
     one.push(1)
-    fake, answered = one.engines[0], []
-    update = fake.groups.update
+    fake, answered, written = one.engines[0], [], []
+    update, lane = fake.groups.update, one.session._links[0].client._lane
+    call = lane.call
+    monkeypatch.setattr(
+        lane,
+        "call",
+        lambda *args, **rest: call(
+            *args, **rest | {"written": lambda: (written.append(time.monotonic()), rest["written"]())}
+        ),
+    )
 
     def load(body):
         answer = update(body)
@@ -83,9 +91,11 @@ def test_a_bucket_is_asked_for_when_the_one_before_is_answered_and_not_earlier(w
     before = len(fake.calls)
     one.push(2)
     assert_serves(fake, one.tensors, 2)
-    asked = [call.at for call in fake.calls[before:] if call.path == DISTRIBUTED]
-    assert len(asked) >= 5
-    assert all(later > earlier for later, earlier in zip(asked[1:], answered[:-1], strict=True))
+    taken = [call.at for call in fake.calls[before:] if call.path == DISTRIBUTED]
+    assert len(taken) >= 5
+    assert all(later > earlier for later, earlier in zip(taken[1:], answered[:-1], strict=True))
+    assert all(later < earlier for later, earlier in zip(written[1:], answered[:-1], strict=True))
+    assert all(later > earlier for later, earlier in zip(written[2:], answered[:-2], strict=True)), "two, and no more"
 
 
 @pytest.mark.parametrize("engines", [1, 2], ids=["filled by the sender", "filled by the actor"])
@@ -136,14 +146,19 @@ class FakeSender:
         self.alive = False
 
 
-def test_an_engine_that_refuses_a_bucket_may_finish_the_one_before_first():
-    """Its answer comes when it takes part; killed meanwhile, the sender would leave it in that broadcast."""
-    sender, fanout = FakeSender(), Fanout("test")
+def test_an_engine_that_refuses_a_bucket_may_finish_those_beside_it_first():
+    """Its answers come when it takes part; killed meanwhile, the sender would leave it in that broadcast."""
+    sender, fanout, third = FakeSender(), Fanout("test"), threading.Event()
 
     class Client:
-        def update_weights_from_distributed(self, tensors, group_name, deadline, *, flattened, what):
+        def update_weights_from_distributed(self, tensors, group_name, deadline, *, flattened, what, written):
+            if what == "bucket 3":
+                third.set()
+                time.sleep(0.2)
+            written()
             if what == "bucket 2":
-                threading.Timer(0.3, sender.over.set).start()
+                assert third.wait(5)
+                threading.Timer(0.4, sender.over.set).start()
                 raise EngineRejected("told to refuse")
 
     info = SimpleNamespace(nccl_variables={}, tp_size=1, device="cpu")
@@ -155,13 +170,14 @@ def test_an_engine_that_refuses_a_bucket_may_finish_the_one_before_first():
         with group.in_turn(turn, Deadline(5, "test"), f"bucket {number}"):
             group.send(turn, Broadcast(SEGMENT, 1, 5.0), TENSORS, Deadline(5, "test"), f"bucket {number}")
 
-    turns = [group.turn() for _ in range(3)]
+    turns = [group.turn() for _ in range(4)]
     futures = [fanout.submit(lambda n=n, turn=turn: send(n + 1, turn)) for n, turn in enumerate(turns)]
     assert futures[0].exception(5) is None
     assert isinstance(futures[1].exception(5), EngineRejected)
-    assert "one before it failed" in str(futures[2].exception(5))
+    assert futures[2].exception(5) is None, "it was asked for already"
+    assert "one before it failed" in str(futures[3].exception(5))
     kill = sender.said.index("kill")
-    assert {"finish 0", "finish 1"} <= set(sender.said[:kill]) and "begin 2" not in sender.said
+    assert {"finish 0", "finish 1", "finish 2"} <= set(sender.said[:kill]) and "begin 3" not in sender.said
 
 
 def test_receivers_get_only_their_slices_and_are_verified(world):
@@ -401,3 +417,14 @@ def test_two_runs_on_one_host_at_once(world):
         thread.join(timeout=60)
     for run in runs:
         assert_serves(run.engines[0], run.tensors, 1)
+
+
+def test_an_engine_that_is_gone_is_said_at_once_and_not_at_the_deadline(world):
+    one = world(stock(), timeout_s=30.0)
+    one.push(1)
+    link = one.session._links[0]
+    one.engines[0].close()
+    started = time.monotonic()
+    with pytest.raises(EngineLost):
+        raise one.session._routes["nccl"].move([link], 2, Deadline(30, "test"))[0]
+    assert time.monotonic() - started < 5

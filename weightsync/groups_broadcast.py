@@ -1,8 +1,9 @@
 """The process group of a stock engine: one sender, which broadcasts whole buckets. Runs in the actor.
 
-The engine answers when it takes part in a broadcast, which may be long before that is over. So requests are made one
-after the other, each as soon as the one before is answered, and two broadcasts are under way: what a request takes on
-its way is hidden behind the bytes of the bucket before. Requests made earlier could change places.
+The engine answers when it takes part in a broadcast, which may be long before that is over, and a request takes longer
+on its way than a small bucket's bytes. So two are under way: the next one is written, where the engine must take it
+after this one, as soon as this one is, and its bucket follows in the same order. Whatever was asked for has to be sent:
+an engine that is left in a broadcast stays there.
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ leave it there for ever."""
 
 
 class Turn:
-    """A bucket's place in the order of a group. ``asked``: the engine has answered, ``over``: it has the bytes; or not,
-    since something failed."""
+    """A bucket's place in the order of a group.
+
+    ``goes``: nothing keeps it back. ``under_way``: it was asked for and begun, the next one may follow. ``over``: the
+    engine is not in the middle of it any more. The latter two are set, too, when something failed.
+    """
 
     def __init__(self, before: Turn | None) -> None:
         self.before = before
-        self.asked, self.over = threading.Event(), threading.Event()
+        self.after: Turn | None = None
+        self.goes = False
+        self.under_way, self.over = threading.Event(), threading.Event()
+        if before is not None:
+            before.after = self
 
 
 class BroadcastGroup(EngineGroup):
@@ -44,7 +52,9 @@ class BroadcastGroup(EngineGroup):
     def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, device: str) -> None:
         super().__init__(link, fanout, nodes, [Place("", device)])
         self._name = ""
+        self._lock = threading.Lock()  # whether a turn goes, or one before it has failed
         self._failed = False
+        self._failure: WeightSyncError | None = None  # the first; others follow from it
         self._last: Turn | None = None
         self._fill: Fill | None = None
         self._prepared: SenderLike | None = None
@@ -64,7 +74,7 @@ class BroadcastGroup(EngineGroup):
         """Make the group if there is none that works, and send the first byte of ``probe`` through it."""
         if self._failed:
             self.give_up()
-            self._failed, self._last = False, None
+            self._failed, self._failure, self._last = False, None, None
         for number in range(_NAMES_TRIED):
             self.started(deadline)
             self._prepare(deadline)
@@ -88,42 +98,58 @@ class BroadcastGroup(EngineGroup):
 
     @contextlib.contextmanager
     def in_turn(self, turn: Turn, deadline: Deadline, what: str) -> Iterator[Turn]:
-        """Wait for a place in the order, to ``send`` there. Raises TransferError if a bucket before it failed."""
+        """Wait for a place in the order, to ``send`` there. Raises TransferError if a bucket before it failed already.
+
+        What fails of those under way fails with the first of them: that is what ended the sender.
+        """
         try:
-            if turn.before is not None and not turn.before.asked.wait(deadline.remaining_s()):
-                raise deadline.error(f"{what}: the engine has not answered for the one before it")
-            if self._failed:
-                raise TransferError(f"{what} was not sent: one before it failed")
+            if turn.before is not None and not turn.before.under_way.wait(deadline.remaining_s()):
+                raise deadline.error(f"{what}: the one before it was not begun")
+            with self._lock:
+                if self._failed:
+                    raise TransferError(f"{what} was not sent: one before it failed")
+                turn.goes = True
             yield turn
-        except WeightSyncError:
-            self._failed = True
-            raise
+        except WeightSyncError as e:
+            first = self._fail(e if turn.goes else None)
+            if first is None or first is e or not turn.goes:
+                raise
+            raise first from None
         finally:
-            turn.asked.set()
+            turn.under_way.set()
             turn.over.set()
             turn.before = None
 
     def send(self, turn: Turn, request: Broadcast, tensors: Tensors, deadline: Deadline, what: str) -> None:
         """Broadcast one bucket, in turn; returns when the engine has taken it. The next turn comes before that."""
-        client, sender, begun = self.link.client, self._senders[0], list[int]()
+        client, sender, begun, written = self.link.client, self._senders[0], list[int](), threading.Event()
 
         def ask() -> None:
             try:
-                flattened = not request.parts
-                client.update_weights_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
+                client.update_weights_from_distributed(
+                    tensors, self._name, deadline, flattened=not request.parts, what=what, written=written.set
+                )
             except EngineRejected as e:
                 if tensors is PROBE and PROBE.names[0] in e.message:
                     return  # a loader that takes no unknown names
                 if (cause := self._cause(turn, begun)) is None:
+                    self._fail(e)
                     raise
                 cause.message = f"{cause.message}; then the engine: {e.message}"
+                self._fail(cause)
                 raise cause from e
+            except WeightSyncError as e:
+                self._fail(e)
+                raise
+            finally:
+                written.set()  # or never will be, and then the next one does not go
 
         def begin() -> None:
             begun.append(sender.call("begin", request, deadline=deadline, returns=int))
+            if written.wait(deadline.remaining_s()):
+                turn.under_way.set()
 
         together(ask, begin, self.give_up)
-        turn.asked.set()
         try:
             sender.call("finish", Finish(begun[0], deadline.remaining_s()), deadline=deadline)
         except WeightSyncError:
@@ -139,15 +165,25 @@ class BroadcastGroup(EngineGroup):
 
     def _cause(self, turn: Turn, begun: list[int]) -> WeightSyncError | None:
         """Why the engine refused, if it is that the sender is gone; else what is under way is let finish."""
+        self._fail(None)
         grace = Deadline(_GRACE_S, "letting the engine finish")
-        if turn.before is not None:
-            turn.before.over.wait(_GRACE_S)
         try:
             for number in begun:
                 self._senders[0].call("finish", Finish(number, grace.remaining_s()), deadline=grace)
         except WeightSyncError as e:
             return None if self._senders[0].alive else e
+        finally:
+            turn.over.set()  # before waiting for the others, who wait for this one
+            for other in (turn.before, turn.after):
+                if other is not None and other.goes:
+                    other.over.wait(grace.remaining_s())
         return None
+
+    def _fail(self, error: WeightSyncError | None) -> WeightSyncError | None:
+        """No further turn goes. Returns the first failure, if any is known."""
+        with self._lock:
+            self._failed, self._failure = True, self._failure or error
+            return self._failure
 
     def unmap(self, deadline: Deadline) -> None:
         """As of all groups; what to map is told anew."""

@@ -42,7 +42,7 @@ class BroadcastRoute(BucketRoute):
     """Whole tensors to stock engines: the bucket route's two arenas, broadcast instead of mapped."""
 
     _engines_map_arenas = False  # its sender reads them, and is ended
-    _sends_ahead = True  # in turn: the engine is asked for a bucket when it has answered for the one before
+    _sends_ahead = True  # in turn: the engine takes them in the order in which it is asked
 
     def __init__(
         self,

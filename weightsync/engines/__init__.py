@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -97,12 +98,20 @@ class Engine(Protocol):
         ...
 
     def update_weights_from_distributed(
-        self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
+        self,
+        tensors: Tensors,
+        group_name: str,
+        deadline: Deadline,
+        *,
+        flattened: bool = True,
+        what: str = "",
+        written: Callable[[], None] = lambda: None,
     ) -> None:
         """Receive one bucket by a broadcast, or by one a tensor if not ``flattened``, and load it.
 
         Between GPUs an answer says that the engine takes part, not that the bytes are there. ``what`` names the bucket
-        in errors.
+        in errors. Once ``written`` was called, from the same thread, another one may be asked for: the engine takes it
+        after this one.
         """
         ...
 

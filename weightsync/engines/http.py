@@ -6,6 +6,8 @@ as long as the answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -34,7 +36,6 @@ class Http:
 
     def __init__(self, base_url: str) -> None:
         self._url = base_url
-        self._host = urlsplit(base_url).netloc.rpartition("@")[2]  # httpcore's own leaves the brackets of IPv6 out
         self._pool = httpcore.ConnectionPool(keepalive_expiry=KEEPALIVE_S, max_connections=None)
 
     def call(
@@ -45,19 +46,8 @@ class Http:
         ``retry``: what the error says of trying again once the call may have been carried out.
         """
         doing = f"{method} {path}"
-        where: dict[str, Any] = {"engine": self._url, "phase": phase}
-        deadline.check(doing, **where, safe_to_retry=True)
-        headers = {"Host": self._host} | ({"Authorization": f"Bearer {key}"} if key else {})
-        headers |= {"Content-Type": "application/json"} if body is not None else {}
-        try:
-            return self._exchange(doing, headers, body, deadline)
-        except (httpcore.ConnectError, httpcore.ConnectTimeout, UnicodeError) as e:  # UnicodeError: no name of a host
-            tried = f"{doing} at {self._url}: no connection ({_reason(e)})"
-            raise EngineLost(tried, **where, safe_to_retry=True) from e
-        except (httpcore.TimeoutException, TimeoutError) as e:
-            raise deadline.error(doing, **where, safe_to_retry=retry) from e
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol) as e:
-            raise EngineLost(f"{doing}: the connection broke ({_reason(e)})", **where, safe_to_retry=retry) from e
+        with typed(doing, self._url, phase, retry, deadline):
+            return self._exchange(doing, headers_of(self._url, key, body), body, deadline)
 
     def close(self) -> None:
         self._pool.close()
@@ -75,6 +65,29 @@ class Http:
                 if deadline.passed():
                     raise TimeoutError
         return Reply(doing, reply.status, b"".join(chunks))
+
+
+def headers_of(base_url: str, key: str, body: bytes | None) -> dict[str, str]:
+    """Of a request with ``body``, which is JSON."""
+    host = urlsplit(base_url).netloc.rpartition("@")[2]  # httpcore's own leaves the brackets of IPv6 out
+    headers = {"Host": host} | ({"Authorization": f"Bearer {key}"} if key else {})
+    return headers | ({"Content-Type": "application/json"} if body is not None else {})
+
+
+@contextmanager
+def typed(doing: str, base_url: str, phase: str, retry: bool, deadline: Deadline) -> Iterator[None]:
+    """What httpcore raises inside, as errors of ours; see ``Http.call``."""
+    where: dict[str, Any] = {"engine": base_url, "phase": phase}
+    deadline.check(doing, **where, safe_to_retry=True)
+    try:
+        yield
+    except (httpcore.ConnectError, httpcore.ConnectTimeout, UnicodeError) as e:  # UnicodeError: no name of a host
+        tried = f"{doing} at {base_url}: no connection ({_reason(e)})"
+        raise EngineLost(tried, **where, safe_to_retry=True) from e
+    except (httpcore.TimeoutException, TimeoutError) as e:
+        raise deadline.error(doing, **where, safe_to_retry=retry) from e
+    except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol) as e:
+        raise EngineLost(f"{doing}: the connection broke ({_reason(e)})", **where, safe_to_retry=retry) from e
 
 
 class _Remaining(dict[str, float]):

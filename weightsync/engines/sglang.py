@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +20,7 @@ from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.engines import RECEIVER_LOADER, EngineInfo, GroupSpec, PauseMode, Tensors
 from weightsync.engines.http import Http, Reply
+from weightsync.engines.lane import Lane
 from weightsync.engines.refusals import SESSION_SINCE, Asked, refusals
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
 from weightsync.errors import ConfigError, EngineRejected, WeightSyncError
@@ -46,6 +49,7 @@ class SglangEngine:
         self._keys = {"GET": api_key or admin_api_key, "POST": admin_api_key or api_key}
         self._has_sessions: bool | None = None
         self._http = Http(self.url)
+        self._lane = Lane(self.url)
 
     # ----------------------------------------------------------------------------------------------- the protocol
 
@@ -142,9 +146,16 @@ class SglangEngine:
         self._json("POST", "/init_weights_update_group", "move", deadline, msgspec.to_builtins(group))
 
     def update_weights_from_distributed(
-        self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
+        self,
+        tensors: Tensors,
+        group_name: str,
+        deadline: Deadline,
+        *,
+        flattened: bool = True,
+        what: str = "",
+        written: Callable[[], None] = lambda: None,
     ) -> None:
-        """``/update_weights_from_distributed``. Never flushes, never stamps a version."""
+        """``/update_weights_from_distributed``, in a lane of its own. Never flushes, never stamps a version."""
         body = msgspec.to_builtins(tensors) | {
             "group_name": group_name,
             "load_format": "flattened_bucket" if flattened else None,
@@ -152,15 +163,23 @@ class SglangEngine:
             "abort_all_requests": False,
         }
         body |= {"selector": "target"} if self._sessions() else {}
-        self._update("/update_weights_from_distributed", body, deadline, what)
+        send = partial(self._lane.call, written=written)
+        self._update("/update_weights_from_distributed", body, deadline, what, send=send)
 
     def destroy_weights_update_group(self, group_name: str, deadline: Deadline) -> None:
         """``/destroy_weights_update_group``."""
         self._json("POST", "/destroy_weights_update_group", "move", deadline, {"group_name": group_name})
 
-    def _update(self, path: str, body: dict[str, Any], deadline: Deadline, what: str) -> None:
+    def _update(
+        self,
+        path: str,
+        body: dict[str, Any],
+        deadline: Deadline,
+        what: str,
+        send: Callable[..., Reply] | None = None,
+    ) -> None:
         try:
-            self._json("POST", path, "move", deadline, body)
+            self._json("POST", path, "move", deadline, body, send=send)
         except WeightSyncError as e:
             e.message = f"{what}: {e.message}" if what else e.message
             raise
@@ -197,6 +216,7 @@ class SglangEngine:
 
     def close(self) -> None:
         self._http.close()
+        self._lane.close()
 
     # ------------------------------------------------------------------------------------------------- one call
 
@@ -205,10 +225,20 @@ class SglangEngine:
         return self._has_sessions
 
     def _json(
-        self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
+        self,
+        method: str,
+        path: str,
+        phase: str,
+        deadline: Deadline,
+        body: Any = None,
+        *,
+        retry: bool = False,
+        send: Callable[..., Reply] | None = None,
     ) -> dict[str, Any]:
-        """A call whose answer is a JSON object without ``success: false``. ``retry``: making it twice does no harm."""
-        reply = self._call(method, path, phase, deadline, body, retry=retry)
+        """A call whose answer is a JSON object without ``success: false``. ``retry``: making it twice does no harm.
+        ``send``: instead of ``Http.call``.
+        """
+        reply = self._call(method, path, phase, deadline, body, retry=retry, send=send)
         if not reply.is_success:
             raise self._rejected(reply, phase, retry)
         try:
@@ -220,10 +250,19 @@ class SglangEngine:
         return content
 
     def _call(
-        self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
+        self,
+        method: str,
+        path: str,
+        phase: str,
+        deadline: Deadline,
+        body: Any = None,
+        *,
+        retry: bool = False,
+        send: Callable[..., Reply] | None = None,
     ) -> Reply:
         key, content = self._keys[method], None if body is None else msgspec.json.encode(body)
-        reply = self._http.call(method, path, body=content, key=key, deadline=deadline, phase=phase, retry=retry)
+        send = send or self._http.call
+        reply = send(method, path, body=content, key=key, deadline=deadline, phase=phase, retry=retry)
         if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             name = "api_key" if method == "GET" else "admin_api_key (or api_key, if it has no other)"
             why = f"it does not accept this {name}" if key else f"it wants an {name}, and none is configured"
