@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes.engine import UPDATE
 from tests.test_session import World, assert_serves, engine
+from weightsync.deadline import Deadline
 from weightsync.errors import EngineLost, EngineRejected, TransferTimeout
 
 pytestmark = pytest.mark.timeout(120)
@@ -50,3 +51,24 @@ def test_a_refusal_costs_no_arenas(world):
     one.push(3)
     assert list(map(id, route._arenas)) == list(map(id, before))
     assert_serves(one.engines[0], one.tensors, 3)
+
+
+def test_contexts_that_mapping_the_arenas_made_are_noted_once_they_are_mapped(world, monkeypatch):
+    one = world(engine())
+    one.push(1)
+    (link,), route, asked = one.session._links, one.session._routes["bucket"], []
+
+    def contexts(deadline):
+        asked.append(deadline)
+        return ["TP rank 0: a context of 645 MB on GPU GPU-b by process 7"]
+
+    monkeypatch.setattr(link.receivers, "contexts", contexts)
+    monkeypatch.setattr("weightsync.routes.contexts_elsewhere", lambda own: ["a context of 645 MB on GPU GPU-a"])
+    route._note_contexts([link], Deadline(5, "test"))
+    assert not asked, "host memory makes none"
+    route._gpu = "GPU-a"
+    for _ in range(2):
+        route._note_contexts([link], Deadline(5, "test"))
+    assert len(asked) == 1
+    noted = [note for note in one.session.plan().notes if "a context of 645 MB" in note]
+    assert len(noted) == 2 and any(note.startswith("the actor, which has an arena there") for note in noted)

@@ -77,7 +77,8 @@ class PullRoute:
             self._fanout, links, plan, exports, deadline, pulls=True, relays=self._relays, num_rounds=self._num_rounds
         )
         _close(before)  # only now has no receiver an arena of theirs mapped
-        self._fanout.all(lambda link: _note_contexts(link, self._relays, deadline), links)
+        relayed = {url for url, _ in self._relays}
+        self._fanout.all(lambda link: note_contexts(link, link.url in relayed, deadline), links)
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         push_id = secrets.token_hex(8)
@@ -185,11 +186,14 @@ def _num_rounds(url: str, exports: dict[int, Export], relays: dict[tuple[str, in
 _CONTEXT = ": a context "
 
 
-def _note_contexts(link: EngineLink, relays: dict[tuple[str, int], Relay], deadline: Deadline) -> None:
-    """Say in the engine's notes which contexts reading peers' memory has made, each some hundred MB of a GPU."""
+def note_contexts(link: EngineLink, by_actor: bool, deadline: Deadline) -> None:
+    """Say in the engine's notes which contexts reading peers' memory has made, each some hundred MB of a GPU.
+
+    ``by_actor``: it has arenas on GPUs for this engine, which takes contexts too.
+    """
     found = link.receivers.contexts(deadline)
-    if any(url == link.url for url, _ in relays):
-        found += [f"the actor, which relays: {text}" for text in contexts_elsewhere("")]
+    if by_actor:
+        found += [f"the actor, which has an arena there: {text}" for text in contexts_elsewhere("")]
     link.notes = [note for note in link.notes if _CONTEXT not in note] + found
 
 

@@ -18,7 +18,7 @@ from weightsync.errors import ConfigError, EngineLost, TransferTimeout, WeightSy
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan, build_plan
-from weightsync.routes import Outcome, install_plan
+from weightsync.routes import Outcome, install_plan, note_contexts
 from weightsync.sources import map_sources
 from weightsync.spec import Copy, Export, Layout, Need, Param, Rule, TensorSpec, View
 from weightsync.transports import Memory, Puller, bucket
@@ -46,6 +46,7 @@ class BucketRoute:
         self._arenas: list[bucket.Arena | CudaArena | Memory] = []
         self._stale: list[bucket.Arena | CudaArena | Memory] = []
         self._timed_out = False
+        self._noted = False
         self._largest = 0
         self._planned: list[list[tuple[int, Copy]]] = []
         self._exports: dict[int, Export] = {}
@@ -80,11 +81,18 @@ class BucketRoute:
         self._timed_out = True
         outcomes = self._move(links, deadline)
         self._timed_out = any(isinstance(o, TransferTimeout | EngineLost) for o in outcomes)
+        self._note_contexts([link for link, o in zip(links, outcomes, strict=True) if o is None], deadline)
         if not self._timed_out:
             for memory in self._stale:
                 memory.close()
             self._stale = []
         return outcomes
+
+    def _note_contexts(self, links: list[EngineLink], deadline: Deadline) -> None:
+        """Once, after the first buckets: only then have engines mapped the arenas."""
+        if not self._noted and self._gpu and self._engines_map_arenas:
+            self._noted = True
+            self._fanout.each(lambda link: note_contexts(link, True, deadline), links)
 
     def _move(self, links: list[EngineLink], deadline: Deadline) -> list[Outcome]:
         outcomes: dict[str, Outcome] = dict.fromkeys((link.url for link in links), None)
@@ -119,7 +127,7 @@ class BucketRoute:
         for memory in [*self._mapped, *self._arenas, *self._stale]:
             memory.close()
         self._mapped, self._arenas, self._stale = [], [], []
-        self._segments, self._timed_out = {}, False
+        self._segments, self._timed_out, self._noted = {}, False, False
 
     # ------------------------------------------------------------------------------------------------- planning
 

@@ -65,15 +65,16 @@ class Process:
     """What every role can be asked."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes of torch's allocator on all devices, resident host memory, open descriptors, contexts."""
+        """Bytes of torch's allocator on all devices, resident host memory, open descriptors, contexts, also by GPU."""
         gc.collect()
         on_gpu = torch.cuda.is_initialized()
-        return {
+        contexts = devices.contexts_here() if on_gpu else []
+        return {f"context on {uuid}": 1 for uuid in contexts} | {
             "allocated": sum(torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count())) if on_gpu else 0,
             "reserved": sum(torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())) if on_gpu else 0,
             "resident": int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
             "descriptors": len(os.listdir("/proc/self/fd")),
-            "contexts": len(devices.contexts_here()) if on_gpu else 0,
+            "contexts": len(contexts),
         }
 
 
