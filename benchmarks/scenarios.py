@@ -158,6 +158,7 @@ ONE_GPU = {
 }
 TWO_GPUS = {
     "colocated-2gpu": Scenario("Qwen3-8B", trainer_gpus=(0, 1), engines=TWO, stock=QUICK_STOCK),
+    "colocated-2gpu-fleet": _colocated("Qwen3-8B", 2),
     "megatron-2gpu-tp2": _megatron("Qwen3-8B", 2, Parallel(tp=2), 2),
     "megatron-2gpu-pp2": _megatron("Qwen3-8B", 2, Parallel(pp=2), 2),
     "megatron-2gpu-moe-ep2": _megatron(MOE, 2, Parallel(ep=2), 2),
