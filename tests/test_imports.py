@@ -25,7 +25,7 @@ PROCESSES = {
     "driver": (["__init__", "cli", "doctor", "envs", "ray_channel", "sync"], BASE | {"rich", "typer"}),
     "served actor": (["serve", "actors.sgl_dtensor_v2", "actors.sgl_megatron"], BASE),
     "nouns": (["spec", "config", "errors", "plan", "rpc", "deadline", "versions"], BASE),
-    "actor's session": (["session"], BASE | CUDA | {"httpcore"}),
+    "actor's session": (["session"], BASE | CUDA | {"h11", "httpcore"}),
     "training worker": (["publisher", "trainers.dtensor_v2", "trainers.megatron"], BASE | CUDA),
     "engine": (["receiver"], BASE | CUDA),
     "the demo's model writer": (["demo_model"], BASE),

@@ -191,13 +191,16 @@ def test_a_trainer_whose_memory_moved_finds_no_engine_paused_while_it_is_mapped_
     one.push(1)
     replan, paused = one.session._replan, []
     monkeypatch.setattr(
-        one.session, "_replan", lambda deadline: (paused.append(one.engines[0].paused), replan(deadline))
+        one.session, "_replan", lambda deadline: (paused.append(one.engines[0].paused), replan(deadline))[1]
     )
     one.publisher.withdraw()
     one.train(2)
     one.session._readiness.on_marked(Marked(0, 2))  # who withdraws forgets whom to tell
     before = len(one.engines[0].paths())
-    one.session.push(PushRequest(step=2))
+    report = one.session.push(PushRequest(step=2))
+    assert 0 < report.seconds["remap"] < report.seconds["total"]
+    assert abs(sum(s for phase, s in report.seconds.items() if phase != "total") - report.seconds["total"]) < 0.05
+    assert [note.split(":")[0] for note in report.notes if "to map" in note] == ["mapped anew"]
     paths = one.engines[0].paths()[before:]
     assert paused == [False] and paths.count("/pause_generation") == 2, paths
     assert_serves(one.engines[0], one.tensors, 2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,7 +20,8 @@ from weightsync.inbox import Doorbell, Inbox
 from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
 from weightsync.push import EnginesGone, Push, SourcesMoved
 from weightsync.readiness import Readiness
-from weightsync.routes import PullRoute, Route, refuse_rounds
+from weightsync.route_kinds import make_route
+from weightsync.routes import Route, refuse_rounds
 from weightsync.rpc import Server
 from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
 from weightsync.tenure import Tenure
@@ -168,13 +170,17 @@ class Session:
             )
 
     @collector.paused()
-    def _replan(self, deadline: Deadline) -> None:
-        """Export what the engines need, plan, and prepare every route. Moves nothing."""
+    def _replan(self, deadline: Deadline) -> str:
+        """Export what the engines need, plan, and prepare every route. Moves nothing. Says what took how long."""
         with self._tenure.alone(deadline, "the trainer's memory is being unmapped"):
-            self._export_and_plan(deadline)
-            self._prepare(deadline)
+            times = [time.perf_counter()]
+            for step in (self._export, self._make_plan, self._prepare):
+                step(deadline)
+                times.append(time.perf_counter())
+        took = [f"{b - a:.3f} s to {what}" for what, a, b in zip(("export", "plan", "map"), times, times[1:])]
+        return f"mapped anew: {', '.join(took)}"
 
-    def _export_and_plan(self, deadline: Deadline) -> None:
+    def _export(self, deadline: Deadline) -> None:
         workers, config = self._workers, self._config
         layouts = {link.url: link.layouts for link in self._links if link.layouts}
         own = {shard.tensor: shard.dtype for d in workers.descriptions.values() for shard in d.shards}
@@ -183,10 +189,13 @@ class Session:
         self._exports = workers.export(
             dtypes, transport, deadline, arena_bytes=config.arena_bytes, reply=self._server.address
         )
+
+    def _make_plan(self, deadline: Deadline) -> None:
+        workers, config = self._workers, self._config
         self._plan = build_plan(
             {r: e.shards for r, e in self._exports.items()},
             workers.rules,
-            layouts,
+            {link.url: link.layouts for link in self._links if link.layouts},
             config=config,
             source_devices=workers.devices(),
             source_hosts=workers.hosts(),
@@ -217,21 +226,9 @@ class Session:
         refuse_rounds(self._links, self._exports)
         for name in dict.fromkeys(link.route for link in self._links):
             if name not in self._routes:
-                self._routes[name] = self._new_route(name)
+                self._routes[name] = make_route(name, self._fanout, self._config, self._workers)
             links = [link for link in self._links if link.route == name and link.state != "lost"]
             self._routes[name].prepare(links, self._plan, self._exports, deadline)
-
-    def _new_route(self, name: str) -> Route:
-        from weightsync.routes_bucket import BucketRoute
-
-        def by_bucket(select: Callable[[str], bool]) -> Route:
-            return BucketRoute(self._fanout, self._config, self._workers.rules, select)
-
-        if name == "nccl":
-            from weightsync.routes_nccl import NcclRoute
-
-            return NcclRoute(self._fanout, self._config, self._workers)
-        return by_bucket(lambda tensor: True) if name == "bucket" else PullRoute(self._fanout, by_bucket, self._workers)
 
     # --------------------------------------------------------------------------------------------------- pushing
 
@@ -248,15 +245,15 @@ class Session:
 
     def _run(self, step: int, deadline: Deadline) -> SyncReport:
         """Push; when trainer memory has moved, map it anew first. A rank that moves it again and again is an error."""
-        remaps = 0
-        while remaps < MAX_REMAPS:
+        started, remaps = time.perf_counter(), list[str]()
+        while len(remaps) < MAX_REMAPS:
             try:
-                return self._new_push(step, deadline).run()
+                report = self._new_push(step, deadline).run()
+                return _with_remaps(report, remaps, time.perf_counter() - started) if remaps else report
             except EnginesGone as found:
                 self._reconnect(found.links, deadline)
             except SourcesMoved:
-                self._replan(deadline)
-                remaps += 1
+                remaps.append(self._replan(deadline))
         raise TransferError(
             f"training memory moved during each of {MAX_REMAPS} attempts to map it for step {step}: call step_done "
             "only when the weights stay where they are until push returns",
@@ -297,3 +294,10 @@ class Session:
     def _revive(self, link: EngineLink, deadline: Deadline) -> None:
         self._connect(link, deadline, hold=True)
         link.state, link.error = "fenced", "restarted or not reachable since the last push; waits for a full push"
+
+
+def _with_remaps(report: SyncReport, remaps: list[str], total_s: float) -> SyncReport:
+    """The report of a push that mapped memory anew first, as one that says so."""
+    remap_s = total_s - report.seconds["total"]
+    seconds = {"remap": remap_s, **report.seconds, "total": total_s}
+    return msgspec.structs.replace(report, seconds=seconds, notes=[*report.notes, *remaps])

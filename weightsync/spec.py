@@ -277,7 +277,8 @@ class Status(Struct):
 
 
 class SyncReport(Struct):
-    """What a push did. ``seconds``: wall time of publish, pause, begin, move, verify, commit, continue and the total.
+    """What a push did. ``seconds``: wall time of publish, pause, begin, move, verify, commit, continue and the total;
+    ``remap`` is what came before them, if memory had to be mapped anew.
 
     ``verified`` is true only if every engine's live memory was fingerprinted and matched; ``notes`` says why not, why
     a route was chosen, and what was published through an arena. ``trainer_seconds``: of publish and verify, what the
