@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from weightsync.deadline import Deadline
 from weightsync.engines import Tensors
@@ -20,7 +20,7 @@ from weightsync.fleet import EngineLink
 from weightsync.groups import CLOSE_S, NAME, EngineGroup, quietly, together
 from weightsync.nodes import Nodes, Place
 from weightsync.spec import Segment
-from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Fill, Finish
+from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Fill, FillBucket, Finish
 from weightsync.transports.node import SenderLike
 
 PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])
@@ -91,30 +91,46 @@ class BroadcastGroup(EngineGroup):
                 self.send(turn, request, PROBE, deadline, "the first message of the group")
             self._joined = True
 
+    def fill(self, number: int, deadline: Deadline) -> None:
+        """Have the sender fill a bucket, if it is the one that fills."""
+        if self.fills:
+            self._senders[0].call("fill", FillBucket(number), deadline=deadline)
+
     def turn(self) -> Turn:
         """The next place in the order; whoever takes one must come ``in_turn``."""
         self._last = Turn(self._last)
         return self._last
 
     @contextlib.contextmanager
-    def in_turn(self, turn: Turn, deadline: Deadline, what: str) -> Iterator[Turn]:
-        """Wait for a place in the order, to ``send`` there. Raises TransferError if a bucket before it failed already.
+    def in_turn(
+        self,
+        turn: Turn,
+        deadline: Deadline,
+        what: str,
+        *,
+        ahead: bool = True,
+        first: Callable[[], None] = lambda: None,
+    ) -> Iterator[Turn]:
+        """Do what comes ``first`` and wait for a place in the order, to ``send`` there: right behind the bucket before
+        it, or once the engine has that (not ``ahead``). Raises TransferError if one before it failed already.
 
         What fails of those under way fails with the first of them: that is what ended the sender.
         """
         try:
-            if turn.before is not None and not turn.before.under_way.wait(deadline.remaining_s()):
-                raise deadline.error(f"{what}: the one before it was not begun")
+            first()
+            before = turn.before
+            if before is not None and not (before.under_way if ahead else before.over).wait(deadline.remaining_s()):
+                raise deadline.error(f"{what}: its turn did not come")
             with self._lock:
                 if self._failed:
                     raise TransferError(f"{what} was not sent: one before it failed")
                 turn.goes = True
             yield turn
         except WeightSyncError as e:
-            first = self._fail(e if turn.goes else None)
-            if first is None or first is e or not turn.goes:
+            failure = self._fail(e if turn.goes else None)
+            if failure is None or failure is e or not turn.goes:
                 raise
-            raise first from None
+            raise failure from None
         finally:
             turn.under_way.set()
             turn.over.set()

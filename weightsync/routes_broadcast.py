@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from weightsync import transports
 from weightsync.config import BUCKET_BYTES, Config
@@ -27,6 +28,10 @@ GATHER_SHARE = 8
 
 BROADCAST_BYTES = 1 << 30
 """Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that."""
+
+AHEAD_BYTES = 2 << 30
+"""Larger buckets are asked for one after the other: their bytes take longer than the request for the next one, and while
+they are under way an engine would have to make room for two."""
 
 PART_BYTES = 4 << 20
 """Tensors that are as large as that, on average, are broadcast each by itself."""
@@ -191,9 +196,11 @@ class BroadcastRoute(BucketRoute):
 
         def send() -> int:
             link.progress.applied = True  # before the call: one that times out may still be loaded
-            with group.in_turn(turn, deadline, what):
+            ahead = planned.nbytes <= AHEAD_BYTES
+            filling = partial(group.fill, number, _within(deadline))
+            with group.in_turn(turn, deadline, what, ahead=ahead, first=filling):
                 within = _within(deadline)
-                request = Broadcast(segment, planned.nbytes, within.remaining_s(), parts, number if group.fills else -1)
+                request = Broadcast(segment, planned.nbytes, within.remaining_s(), parts)
                 group.send(turn, request, tensors, within, what)
             return planned.nbytes
 

@@ -56,7 +56,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuEngine | Non
     written = models.write_config(folder / "model", real.MODEL)
     options = {"interpreter": real.interpreter("ENGINE_PYTHONPATH"), "log": folder / "engine.log"}
     with GpuEngine(written, first_gpu=1, **options) as started:
-        yield started.wait(real.START_S)
+        started.wait(real.START_S)
+        real.log_probabilities(started.url, TOKENS)  # what it compiles for its first request must not look like silence
+        yield started
 
 
 class Trainer:

@@ -80,6 +80,12 @@ class Fill(Struct):
     buckets: list[list[Copy]]
 
 
+class FillBucket(Struct):
+    """Fill one bucket into its arena, as was prepared."""
+
+    number: int
+
+
 class Part(Struct):
     """Bytes ``start`` to ``end`` of a bucket: a tensor of ``dtype``."""
 
@@ -89,16 +95,12 @@ class Part(Struct):
 
 
 class Broadcast(Struct):
-    """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other.
-
-    ``bucket``: which one is filled in there first; -1: somebody else did.
-    """
+    """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other."""
 
     segment: Segment
     nbytes: int
     timeout_s: float
     parts: list[Part] = []
-    bucket: int = -1
 
 
 class Finish(Struct):
@@ -193,12 +195,15 @@ class Sender:
             receives = list(zip(request.peers, byte.unbind()))
             group.finish(group.start([], receives), Deadline(request.timeout_s, "being greeted"))
 
+    def fill(self, request: FillBucket) -> None:
+        """Fill a bucket, beside the broadcast that is under way."""
+        with self._on_device():
+            self._fillers[request.number].run(alone=False)
+
     def begin(self, request: Broadcast) -> int:
         """Begin a broadcast, after those begun before; the number by which to ``finish`` it."""
         with self._on_device():
             (memory,) = self._mapped.open([request.segment])
-            if request.bucket >= 0:
-                self._fillers[request.bucket].run(alone=False)  # beside the broadcast that is under way
             flat, deadline = memory.tensor[: request.nbytes], Deadline(request.timeout_s, "broadcast")
             parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]
             number = next(self._numbers)
