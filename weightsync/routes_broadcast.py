@@ -30,8 +30,8 @@ BROADCAST_BYTES = 1 << 30
 """Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that."""
 
 AHEAD_BYTES = 2 << 30
-"""Larger buckets are asked for one after the other: their bytes take longer than the request for the next one, and while
-they are under way an engine would have to make room for two."""
+"""Larger buckets are asked for one after the other: their bytes take longer than the request for the next one, and
+while they are under way an engine would have to make room for two."""
 
 PART_BYTES = 4 << 20
 """Tensors that are as large as that, on average, are broadcast each by itself."""
