@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 from tests.test_push import FakeWorkers, push, three
 from weightsync.consumers import Consumers, Marked
-from weightsync.errors import EngineRejected, TransferError, TransferTimeout
+from weightsync.errors import EngineLost, EngineRejected, TransferError, TransferTimeout
 from weightsync.push import EnginesGone, SourcesMoved
 from weightsync.readiness import Readiness
 from weightsync.rpc import Server
@@ -95,12 +96,28 @@ def test_memory_that_is_withdrawn_between_publish_and_pause_leaves_nobody_paused
     assert not any(link.client.paused for link in links)
 
 
-def test_engines_that_are_gone_are_not_asked_to_go_on():
-    links = three(resume=EngineRejected("asked"))
+@pytest.mark.parametrize("answers", [True, False])
+def test_engines_that_are_gone_are_asked_to_go_on_in_case_they_are_there(answers):
+    links = three() if answers else three(resume=EngineLost("no connection"))
     links[1].attached = False
     with pytest.raises(EnginesGone):
         push(links, early=lambda link: True).run()
-    assert not links[0].client.paused and not links[2].client.paused
+    assert [link.client.paused for link in links] == [False, not answers, False]
+
+
+def test_a_pause_that_does_not_end_keeps_nobody_else_paused_and_its_engine_is_fenced():
+    links, go_on = three(), threading.Event()
+    pause = links[1].client.pause
+    links[1].client.pause = lambda mode, deadline: (go_on.wait(10), pause(mode, deadline))
+    one = push(links, workers=FakeWorkers(publish=TransferError("it was closed")), early=lambda link: True)
+    one._cleanup_s = 0.3
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="closed"):
+        one.run()
+    assert time.monotonic() - started < 5
+    assert [link.client.paused for link in links] == [False] * 3
+    assert [(link.state, link.held) for link in links] == [("serving", False), ("fenced", True), ("serving", False)]
+    go_on.set()
 
 
 def test_an_engine_that_cannot_go_on_is_an_error_and_not_forgotten():
@@ -175,6 +192,37 @@ def test_actors_are_told_of_marks_in_order_by_a_trainer_that_waits_for_nobody():
     assert time.monotonic() - started < 10
     assert actor.enough.wait(20)
     assert actor.marks == [Marked(3, step) for step in range(2000)]
+    assert list(consumers._lines) == [server.address], "who is gone is not told again"
     consumers.close()
     consumers.marked(1)
+    server.close()
+
+
+def test_a_trainer_keeps_nothing_of_actors_that_have_ended():
+    consumers, before = Consumers(0), len(os.listdir("/proc/self/fd"))
+    for step in range(20):
+        server = Server(Actor())
+        consumers.add(server.address)
+        consumers.marked(step)
+        server.close()
+    until = time.monotonic() + 10
+    while consumers._lines and time.monotonic() < until:
+        consumers.marked(99)
+        time.sleep(0.05)
+    assert not consumers._lines
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    consumers.close()
+
+
+def test_marks_are_told_after_a_withdrawal_too():
+    actor, consumers = Actor(), Consumers(0)
+    server = Server(actor)
+    consumers.add(server.address)
+    consumers.withdrawn(1.0)
+    consumers.marked(7)
+    until = time.monotonic() + 5
+    while not actor.marks and time.monotonic() < until:
+        time.sleep(0.01)
+    assert actor.marks == [Marked(0, 7)]
+    consumers.close()
     server.close()

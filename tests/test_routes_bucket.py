@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -71,4 +72,21 @@ def test_contexts_that_mapping_the_arenas_made_are_noted_once_they_are_mapped(wo
         route._note_contexts([link], Deadline(5, "test"))
     assert len(asked) == 1
     noted = [note for note in one.session.plan().notes if "a context of 645 MB" in note]
-    assert len(noted) == 2 and any(note.startswith("the actor, which has an arena there") for note in noted)
+    assert len(noted) == 2 and any(note.startswith("the actor, which copies: ") for note in noted)
+
+
+def test_an_engine_that_does_not_say_which_contexts_it_has_costs_no_push(world, monkeypatch):
+    one = world(engine(), engine(), timeout_s=30.0)
+    one.push(1)
+    links, route = one.session._links, one.session._routes["bucket"]
+    monkeypatch.setattr("weightsync.routes_bucket.PING_S", 0.3)
+    monkeypatch.setattr("weightsync.routes.contexts_elsewhere", lambda own: ["a context of 645 MB on GPU GPU-a"])
+    monkeypatch.setattr(links[0].receivers, "contexts", lambda deadline: time.sleep(deadline.remaining_s()) or [])
+    monkeypatch.setattr(links[1].receivers, "contexts", lambda deadline: [])
+    route._gpu = "GPU-a"
+    route._note_contexts([], Deadline(30, "test"))
+    assert not route._noted, "nobody has mapped anything"
+    started = time.monotonic()
+    route._note_contexts(links, Deadline(30, "test"))
+    assert time.monotonic() - started < 5
+    assert len([note for note in one.session.plan().notes if "the actor, which copies" in note]) == 1, "once"

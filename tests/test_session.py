@@ -12,7 +12,6 @@ import torch
 from tests.fakes.engine import UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
 from weightsync.config import Config, EngineConfig, load_config
-from weightsync.consumers import Marked
 from weightsync.errors import (
     ConfigError,
     EngineLost,
@@ -195,7 +194,7 @@ def test_a_trainer_whose_memory_moved_finds_no_engine_paused_while_it_is_mapped_
     )
     one.publisher.withdraw()
     one.train(2)
-    one.session._readiness.on_marked(Marked(0, 2))  # who withdraws forgets whom to tell
+    eventually(lambda: one.session._readiness._marked == {0: 2})
     before = len(one.engines[0].paths())
     report = one.session.push(PushRequest(step=2))
     assert 0 < report.seconds["remap"] < report.seconds["total"]
@@ -204,6 +203,19 @@ def test_a_trainer_whose_memory_moved_finds_no_engine_paused_while_it_is_mapped_
     paths = one.engines[0].paths()[before:]
     assert paused == [False] and paths.count("/pause_generation") == 2, paths
     assert_serves(one.engines[0], one.tensors, 2)
+
+
+def test_an_engine_that_seems_gone_and_cannot_be_attached_anew_goes_on(world, monkeypatch):
+    one = world(engine(2))
+    one.push(1)
+    fake, link = one.engines[0], one.session._links[0]
+    one.train(2)
+    eventually(lambda: one.session._readiness._marked == {0: 2})
+    monkeypatch.setattr(link, "is_attached", lambda: False)
+    fake.misbehave("/server_info", "500")
+    with pytest.raises(WeightSyncError):
+        one.session.push(PushRequest(step=2))
+    assert not fake.paused
 
 
 def eventually(condition: Callable[[], bool]) -> None:

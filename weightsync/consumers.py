@@ -38,26 +38,32 @@ class Consumers:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
-        self._actors: dict[str, Client] = {}
+        self._addresses: set[str] = set()
+        self._lines: dict[str, Client] = {}
 
     def add(self, address: str) -> None:
         """An actor is about to map what is exported; "": it will not."""
         if address:
-            what = f"the weight-sync actor at {address.split('#')[0]}"
             with self._lock:
-                self._actors[address] = self._actors.get(address) or Client(address, what=what, was_there=True)
+                self._addresses.add(address)
+                if address not in self._lines:
+                    self._lines[address] = _client(address)
 
     def marked(self, step: int) -> None:
-        """Tell all of them that ``step`` is marked. Waits for nobody."""
+        """Tell all of them that ``step`` is marked. Waits for nobody; who is gone is not told again."""
         with self._lock:
-            for client in self._actors.values():
-                client.tell("marked", Marked(self._rank, step))
+            for address, line in list(self._lines.items()):
+                if not line.tell("marked", Marked(self._rank, step)):
+                    self._lines.pop(address).close()
 
     def withdrawn(self, timeout_s: float) -> None:
         """Have all of them unmap it. One that does not answer in time, or is gone, is logged and forgotten."""
+        with self._lock:
+            told, self._addresses = self._addresses, set()
         deadline = Deadline(timeout_s, "withdrawing")
         grace = Deadline(timeout_s + 1.0, "withdrawing")  # so that an actor's own, better error arrives
-        for client in self._forget():
+        for address in told:
+            client = _client(address)
             try:
                 client.call("withdrawn", Withdrawn(self._rank, deadline.remaining_s()), deadline=grace)
             except WeightSyncError as e:
@@ -67,10 +73,11 @@ class Consumers:
 
     def close(self) -> None:
         """Forget all of them. Idempotent."""
-        for client in self._forget():
-            client.close()
-
-    def _forget(self) -> list[Client]:
         with self._lock:
-            actors, self._actors = list(self._actors.values()), {}
-        return actors
+            lines, self._lines, self._addresses = list(self._lines.values()), {}, set()
+        for line in lines:
+            line.close()
+
+
+def _client(address: str) -> Client:
+    return Client(address, what=f"the weight-sync actor at {address.split('#')[0]}", was_there=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weightsync.deadline import Deadline
 from weightsync.engines import GroupSpec
-from weightsync.errors import EngineLost, WeightSyncError
+from weightsync.errors import EngineLost, TransferError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.nodes import Nodes, Place
@@ -26,7 +26,7 @@ CTAS = 32
 
 
 def together(ask: Callable[[], object], act: Callable[[], object], give_up: Callable[[], None]) -> None:
-    """``ask`` the engine from a thread while ``act`` does the senders' part; the first to fail ends the other.
+    """``ask`` the engine while ``act`` does the senders' part in a thread; the first to fail ends the other.
 
     Raises the failure that came first, with the engine's words if it had any; EngineLost before all others.
     """
@@ -35,14 +35,15 @@ def together(ask: Callable[[], object], act: Callable[[], object], give_up: Call
     def run(side: str, function: Callable[[], object]) -> None:
         try:
             function()
-        except WeightSyncError as e:
-            failures.append((side, e))
+        except Exception as e:
+            fault = TransferError(f"{type(e).__name__}: {e}")
+            failures.append((side, e if isinstance(e, WeightSyncError) else fault))
             give_up()
 
-    asking = threading.Thread(target=run, args=("engine", ask), name="weightsync-ask", daemon=True)
-    asking.start()
-    run("sender", act)
-    asking.join()
+    acting = threading.Thread(target=run, args=("sender", act), name="weightsync-act", daemon=True)
+    acting.start()
+    run("engine", ask)
+    acting.join()
     if not failures:
         return
     lost = [e for side, e in failures if isinstance(e, EngineLost)]

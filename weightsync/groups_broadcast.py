@@ -1,9 +1,9 @@
 """The process group of a stock engine: one sender, which broadcasts whole buckets. Runs in the actor.
 
-The engine answers when it takes part in a broadcast, which may be long before that is over, and a request takes longer
-on its way than a small bucket's bytes. So two are under way: the next one is written, where the engine must take it
-after this one, as soon as this one is, and its bucket follows in the same order. Whatever was asked for has to be sent:
-an engine that is left in a broadcast stays there.
+The engine answers when it takes part in a broadcast, which may be long before that is over. So requests are made one
+after the other, each as soon as the one before is granted, and two broadcasts are under way. The next request lies at
+the server by then, all but its last byte. Were it complete, an engine that refuses a bucket would go on to the next
+one, and take for it the bytes of the one that it refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from weightsync.deadline import Deadline
-from weightsync.engines import Tensors
-from weightsync.errors import EngineRejected, TransferError, WeightSyncError
+from weightsync.engines import Tensors, Update
+from weightsync.errors import EngineRejected, TransferError, TransferTimeout, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.groups import CLOSE_S, NAME, EngineGroup, quietly, together
@@ -26,24 +26,29 @@ from weightsync.transports.node import SenderLike
 PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])
 _NAMES_TRIED = 8
 _GRACE_S = 2.0
-"""What an engine that refused a bucket may still be in the middle of is let finish: a sender killed meanwhile would
+"""What an engine that failed a bucket may still be in the middle of is let finish: a sender killed meanwhile would
 leave it there for ever."""
 
 
 class Turn:
     """A bucket's place in the order of a group.
 
-    ``goes``: nothing keeps it back. ``under_way``: it was asked for and begun, the next one may follow. ``over``: the
-    engine is not in the middle of it any more. The latter two are set, too, when something failed.
+    ``granted``: the engine takes part, ``begun``: the sender does, ``over``: the engine has the bytes. All are set,
+    too, when something failed.
     """
 
     def __init__(self, before: Turn | None) -> None:
         self.before = before
-        self.after: Turn | None = None
-        self.goes = False
-        self.under_way, self.over = threading.Event(), threading.Event()
-        if before is not None:
-            before.after = self
+        self.granted, self.begun, self.over = threading.Event(), threading.Event(), threading.Event()
+
+    def may_follow(self, deadline: Deadline) -> bool:
+        """Wait until the next one's turn has come; False if it does not."""
+        return self.granted.wait(deadline.remaining_s()) and self.begun.wait(deadline.remaining_s())
+
+    def end(self) -> None:
+        for event in (self.granted, self.begun, self.over):
+            event.set()
+        self.before = None
 
 
 class BroadcastGroup(EngineGroup):
@@ -52,9 +57,7 @@ class BroadcastGroup(EngineGroup):
     def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, device: str) -> None:
         super().__init__(link, fanout, nodes, [Place("", device)])
         self._name = ""
-        self._lock = threading.Lock()  # whether a turn goes, or one before it has failed
         self._failed = False
-        self._failure: WeightSyncError | None = None  # the first; others follow from it
         self._last: Turn | None = None
         self._fill: Fill | None = None
         self._prepared: SenderLike | None = None
@@ -74,7 +77,7 @@ class BroadcastGroup(EngineGroup):
         """Make the group if there is none that works, and send the first byte of ``probe`` through it."""
         if self._failed:
             self.give_up()
-            self._failed, self._failure, self._last = False, None, None
+            self._failed, self._last = False, None
         for number in range(_NAMES_TRIED):
             self.started(deadline)
             self._prepare(deadline)
@@ -86,84 +89,72 @@ class BroadcastGroup(EngineGroup):
                 if "already been created" not in e.message:
                     raise
                 continue  # a dead run's group that the engine could not take down
-            with self.in_turn(self.turn(), deadline, "the first message of the group") as turn:
-                request = Broadcast(probe, PROBE_BYTES, deadline.remaining_s())
-                self.send(turn, request, PROBE, deadline, "the first message of the group")
+            self._send_probe(probe, deadline)
             self._joined = True
+
+    def turn(self) -> Turn:
+        """The next place in the order; whoever takes one must come ``in_turn``. Updates are made in the same order."""
+        self._last = Turn(self._last)
+        return self._last
 
     def fill(self, number: int, deadline: Deadline) -> None:
         """Have the sender fill a bucket, if it is the one that fills."""
         if self.fills:
             self._senders[0].call("fill", FillBucket(number), deadline=deadline)
 
-    def turn(self) -> Turn:
-        """The next place in the order; whoever takes one must come ``in_turn``."""
-        self._last = Turn(self._last)
-        return self._last
+    def update(self, tensors: Tensors, flattened: bool, what: str, deadline: Deadline) -> Update:
+        """The engine's part of a broadcast, to be made in turn."""
+        made = self.link.client.update_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
+        return _Probe(made) if tensors is PROBE else made
 
     @contextlib.contextmanager
     def in_turn(
-        self,
-        turn: Turn,
-        deadline: Deadline,
-        what: str,
-        *,
-        ahead: bool = True,
-        first: Callable[[], None] = lambda: None,
-    ) -> Iterator[Turn]:
-        """Do what comes ``first`` and wait for a place in the order, to ``send`` there: right behind the bucket before
-        it, or once the engine has that (not ``ahead``). Raises TransferError if one before it failed already.
+        self, turn: Turn, update: Update, deadline: Deadline, what: str, first: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Do what comes ``first``, then wait for a place in the order, to ``send`` there.
 
-        What fails of those under way fails with the first of them: that is what ended the sender.
+        Raises TransferError if one before it failed. An update that is not made then is dropped.
         """
         try:
             first()
-            before = turn.before
-            if before is not None and not (before.under_way if ahead else before.over).wait(deadline.remaining_s()):
+            if turn.before is not None and not turn.before.may_follow(deadline):
                 raise deadline.error(f"{what}: its turn did not come")
-            with self._lock:
-                if self._failed:
-                    raise TransferError(f"{what} was not sent: one before it failed")
-                turn.goes = True
-            yield turn
-        except WeightSyncError as e:
-            failure = self._fail(e if turn.goes else None)
-            if failure is None or failure is e or not turn.goes:
-                raise
-            raise failure from None
+            if self._failed:
+                raise TransferError(f"{what} was not sent: one before it failed")
+            yield
+        except WeightSyncError:
+            self._failed = True
+            raise
         finally:
-            turn.under_way.set()
-            turn.over.set()
-            turn.before = None
+            update.drop()
+            turn.end()
 
-    def send(self, turn: Turn, request: Broadcast, tensors: Tensors, deadline: Deadline, what: str) -> None:
+    def send(self, turn: Turn, update: Update, request: Broadcast, deadline: Deadline) -> None:
         """Broadcast one bucket, in turn; returns when the engine has taken it. The next turn comes before that."""
-        client, sender, begun, written = self.link.client, self._senders[0], list[int](), threading.Event()
+        sender, begun = self._senders[0], list[int]()
 
         def ask() -> None:
             try:
-                client.update_weights_from_distributed(
-                    tensors, self._name, deadline, flattened=not request.parts, what=what, written=written.set
-                )
-            except EngineRejected as e:
-                if tensors is PROBE and PROBE.names[0] in e.message:
-                    return  # a loader that takes no unknown names
+                update.make(deadline)
+                turn.granted.set()
+            except TransferTimeout:
+                raise  # it is stalled: nothing is to be waited for
+            except WeightSyncError as e:
+                self._failed = True
                 if (cause := self._cause(turn, begun)) is None:
-                    self._fail(e)
                     raise
                 cause.message = f"{cause.message}; then the engine: {e.message}"
-                self._fail(cause)
                 raise cause from e
-            except WeightSyncError as e:
-                self._fail(e)
-                raise
-            finally:
-                written.set()  # or never will be, and then the next one does not go
 
         def begin() -> None:
-            begun.append(sender.call("begin", request, deadline=deadline, returns=int))
-            if written.wait(deadline.remaining_s()):
-                turn.under_way.set()
+            try:
+                begun.append(sender.call("begin", request, deadline=deadline, returns=int))
+                turn.begun.set()
+            except WeightSyncError:
+                self._failed = True
+                if sender.alive:
+                    self._let_finish(turn.before)
+                raise
 
         together(ask, begin, self.give_up)
         try:
@@ -180,31 +171,32 @@ class BroadcastGroup(EngineGroup):
         self.give_up()
 
     def _cause(self, turn: Turn, begun: list[int]) -> WeightSyncError | None:
-        """Why the engine refused, if it is that the sender is gone; else what is under way is let finish."""
-        self._fail(None)
+        """Why the engine failed, if it is that the sender is gone; else what is under way is let finish."""
+        self._let_finish(turn.before)
         grace = Deadline(_GRACE_S, "letting the engine finish")
         try:
             for number in begun:
                 self._senders[0].call("finish", Finish(number, grace.remaining_s()), deadline=grace)
         except WeightSyncError as e:
             return None if self._senders[0].alive else e
-        finally:
-            turn.over.set()  # before waiting for the others, who wait for this one
-            for other in (turn.before, turn.after):
-                if other is not None and other.goes:
-                    other.over.wait(grace.remaining_s())
         return None
 
-    def _fail(self, error: WeightSyncError | None) -> WeightSyncError | None:
-        """No further turn goes. Returns the first failure, if any is known."""
-        with self._lock:
-            self._failed, self._failure = True, self._failure or error
-            return self._failure
+    @staticmethod
+    def _let_finish(before: Turn | None) -> None:
+        """Its sender ends it by its own deadline, if the engine does not."""
+        if before is not None:
+            before.over.wait()
 
     def unmap(self, deadline: Deadline) -> None:
         """As of all groups; what to map is told anew."""
         self._fill = self._prepared = None
         super().unmap(deadline)
+
+    def _send_probe(self, probe: Segment, deadline: Deadline) -> None:
+        what, turn = "the first message of the group", self.turn()
+        update = self.update(PROBE, True, what, deadline)
+        with self.in_turn(turn, update, deadline, what):
+            self.send(turn, update, Broadcast(probe, PROBE_BYTES, deadline.remaining_s()), deadline)
 
     def _prepare(self, deadline: Deadline) -> None:
         if self._fill is not None and self._prepared is not self._senders[0]:
@@ -226,3 +218,18 @@ class BroadcastGroup(EngineGroup):
         except WeightSyncError as e:
             e.message = f"joining group {name} at {self._host}:{port}: {e.message}"
             raise
+
+
+class _Probe:
+    """The first message's update: a loader that takes no unknown names has received it all the same."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self.drop = update.drop
+
+    def make(self, deadline: Deadline) -> None:
+        try:
+            self._update.make(deadline)
+        except EngineRejected as e:
+            if PROBE.names[0] not in e.message:
+                raise

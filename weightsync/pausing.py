@@ -54,15 +54,20 @@ class Pausing:
         paused = dict(zip([link.url for link in later], self._fanout.each(self._pause, later), strict=True))
         return [self._begun[li.url].result() if li.url in self._begun else paused[li.url] for li in links]
 
-    def settle(self) -> None:
-        """Wait for the pauses that were begun: what is undone before they have ended could be overtaken by them."""
-        for begun in self._begun.values():
-            begun.result()
+    def settle(self, link: EngineLink, within_s: float) -> None:
+        """Wait for a pause that was begun: what undoes it must not overtake it. TransferTimeout if it does not end."""
+        if link.url in self._begun:
+            try:
+                self._begun[link.url].result(within_s)
+            except TimeoutError:
+                what = "pausing this engine while the trainer published"
+                raise Deadline(within_s, "cleaning up").error(what, engine=link.url, phase="pause") from None
 
-    def undo(self, link: EngineLink) -> None:
+    def undo(self, link: EngineLink, within_s: float) -> None:
         """Let an engine that was paused beside work again: nothing is to be moved now."""
+        self.settle(link, within_s)
         if link.progress.paused and not link.held:
-            link.client.resume(self._deadline)
+            link.client.resume(Deadline(within_s, "letting an engine go on"))
         link.progress.paused = False
 
     def _alone(self, link: EngineLink) -> WeightSyncError | None:

@@ -229,12 +229,12 @@ class Push:
         self._links = [link for link in self._links if id(link) not in gone]
 
     def _undo_pauses(self, gone: list[EngineLink]) -> None:
-        self._pausing.settle()
+        """Engines that are ``gone`` are asked to go on too, in case that they are there; they need not answer."""
         links = [link for link in self._links if link not in gone]
-        self._settle_failures(links, self._fanout.each(self._pausing.undo, links))
+        outcomes = self._fanout.each(lambda link: self._pausing.undo(link, self._cleanup_s), [*links, *gone])
+        self._settle_failures(links, outcomes[: len(links)])
 
     def _abandon(self, error: WeightSyncError) -> None:
-        self._pausing.settle()
         error.phase = error.phase or self._phase
         self._fanout.each(self._settle, self._links)
         error.report = [msgspec.to_builtins(link.report()) for link in self._involved]
@@ -249,6 +249,7 @@ class Push:
                     link.client.pause("abort", deadline)
             return
         try:
+            self._pausing.settle(link, self._cleanup_s)
             if link.progress.began:
                 with suppress(EngineRejected):  # it had not begun; one that was left open is closed by the next begin
                     link.client.end(deadline)

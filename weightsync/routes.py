@@ -189,11 +189,11 @@ _CONTEXT = ": a context "
 def note_contexts(link: EngineLink, by_actor: bool, deadline: Deadline) -> None:
     """Say in the engine's notes which contexts reading peers' memory has made, each some hundred MB of a GPU.
 
-    ``by_actor``: it has arenas on GPUs for this engine, which takes contexts too.
+    ``by_actor``: say also which ones the actor has, which copies for this engine.
     """
     found = link.receivers.contexts(deadline)
     if by_actor:
-        found += [f"the actor, which has an arena there: {text}" for text in contexts_elsewhere("")]
+        found += [f"the actor, which copies: {text}" for text in contexts_elsewhere("")]
     link.notes = [note for note in link.notes if _CONTEXT not in note] + found
 
 

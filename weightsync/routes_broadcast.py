@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from weightsync import transports
 from weightsync.config import BUCKET_BYTES, Config
@@ -29,10 +28,6 @@ GATHER_SHARE = 8
 BROADCAST_BYTES = 1 << 30
 """Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that."""
 
-AHEAD_BYTES = 2 << 30
-"""Larger buckets are asked for one after the other: their bytes take longer than the request for the next one, and
-while they are under way an engine would have to make room for two."""
-
 PART_BYTES = 4 << 20
 """Tensors that are as large as that, on average, are broadcast each by itself."""
 PLAIN = ("float32", "bfloat16", "float16")
@@ -47,7 +42,7 @@ class BroadcastRoute(BucketRoute):
     """Whole tensors to stock engines: the bucket route's two arenas, broadcast instead of mapped."""
 
     _engines_map_arenas = False  # its sender reads them, and is ended
-    _sends_ahead = True  # in turn: the engine takes them in the order in which it is asked
+    _sends_ahead = True  # in turn: the engine is asked for a bucket when it has answered for the one before
 
     def __init__(
         self,
@@ -192,16 +187,16 @@ class BroadcastRoute(BucketRoute):
         what, segment = f"bucket {number + 1} of {len(self._buckets)}", _segment(self._arenas[number % 2])
         parts = parts_of(planned)
         group = self._groups[link.url]
-        turn = group.turn()
+        turn, update = group.turn(), group.update(tensors, not parts, what, _within(deadline))
+
+        def fill() -> None:
+            group.fill(number, _within(deadline))
 
         def send() -> int:
             link.progress.applied = True  # before the call: one that times out may still be loaded
-            ahead = planned.nbytes <= AHEAD_BYTES
-            filling = partial(group.fill, number, _within(deadline))
-            with group.in_turn(turn, deadline, what, ahead=ahead, first=filling):
+            with group.in_turn(turn, update, deadline, what, first=fill):
                 within = _within(deadline)
-                request = Broadcast(segment, planned.nbytes, within.remaining_s(), parts)
-                group.send(turn, request, tensors, within, what)
+                group.send(turn, update, Broadcast(segment, planned.nbytes, within.remaining_s(), parts), within)
             return planned.nbytes
 
         return send

@@ -18,6 +18,7 @@ from weightsync.errors import ConfigError, EngineLost, TransferTimeout, WeightSy
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan, build_plan
+from weightsync.receivers import PING_S
 from weightsync.routes import Outcome, install_plan, note_contexts
 from weightsync.sources import map_sources
 from weightsync.spec import Copy, Export, Layout, Need, Param, Rule, TensorSpec, View
@@ -90,9 +91,10 @@ class BucketRoute:
 
     def _note_contexts(self, links: list[EngineLink], deadline: Deadline) -> None:
         """Once, after the first buckets: only then have engines mapped the arenas."""
-        if not self._noted and self._gpu and self._engines_map_arenas:
+        if links and not self._noted and self._gpu and self._engines_map_arenas:
             self._noted = True
-            self._fanout.each(lambda link: note_contexts(link, True, deadline), links)
+            within = Deadline(min(PING_S, deadline.remaining_s()), "asking which contexts there are")
+            self._fanout.each(lambda link: note_contexts(link, link is links[0], within), links)
 
     def _move(self, links: list[EngineLink], deadline: Deadline) -> list[Outcome]:
         outcomes: dict[str, Outcome] = dict.fromkeys((link.url for link in links), None)

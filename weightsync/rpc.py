@@ -206,21 +206,22 @@ class Client:
         except msgspec.MsgspecError as e:
             raise TransferError(f"{self.what}: {method}: an answer that is not as expected: {e}") from e
 
-    def tell(self, method: str, argument: Any) -> None:
-        """Call ``method`` without waiting: nobody reads the answer, or learns that it was not carried out."""
+    def tell(self, method: str, argument: Any) -> bool:
+        """Call ``method`` without waiting for the answer, which nobody reads. False if the connection has dropped."""
         frames = [secrets.token_bytes(8), self._token.encode(), method.encode(), _encode(argument)]
         try:
             link = self._borrow()
         except zmq.ZMQError:  # this client was closed
-            return
+            return False
         try:
             while link.socket.poll(0):
                 link.socket.recv_multipart()  # the answer to an earlier one
             link.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError:  # closed, or too much is on its way already
             link.close()
-            return
+            return False
         self._give_back(link)
+        return not link.dropped()
 
     def is_connected(self) -> bool:
         """Whether a connection of an earlier call stands. Asks nobody; a process that ended has closed it."""

@@ -179,7 +179,7 @@ def test_an_engine_whose_sender_is_killed_answers_and_is_healed(servers: Servers
         started = time.monotonic()
         waiting_for = Tensors(["model.norm.weight"], ["float32"], [(KIND.model.hidden_size,)])
         with pytest.raises(EngineRejected, match="Failed to receive weights"):
-            client.update_weights_from_distributed(waiting_for, "weightsync-0", soon)
+            client.update_from_distributed(waiting_for, "weightsync-0", soon).make(soon)
         assert 0.9 < time.monotonic() - started < FAIL_S
         client.end(soon)
         client.resume(soon)

@@ -1,4 +1,4 @@
-"""A lane against a server that is a bare socket: order, answers that come together, and everything that can break."""
+"""A lane against a server that is a bare socket: what lies there before its turn, and everything that can break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.engines import lane as lanes
-from weightsync.engines.lane import Lane
+from weightsync.engines.lane import Held, Lane
 from weightsync.errors import EngineLost, TransferTimeout
 
 
@@ -49,7 +49,7 @@ class BareServer:
 
     def bodies(self, number: int = -1) -> list[bytes]:
         """Of the requests that came on a connection."""
-        return [part.split(b"\r\n\r\n")[1] for part in self.came[number].split(b"POST ")[1:] if self.came]
+        return [part.partition(b"\r\n\r\n")[2] for part in self.came[number].split(b"POST ")[1:]]
 
     def close(self) -> None:
         self._listener.close()
@@ -76,30 +76,30 @@ def lane(server: BareServer) -> Iterator[Lane]:
     one.close()
 
 
+def hold(lane: Lane, body: str) -> Held:
+    return lane.hold("POST", "/update", body=body.encode(), key="secret", deadline=Deadline(5, "test"))
+
+
 @pytest.fixture
-def ask(lane: Lane) -> Iterator[Callable[..., Future]]:
-    """Makes a call in a thread of its own; returns when it was written, or has ended."""
+def make(lane: Lane) -> Iterator[Callable[..., Future]]:
+    """Makes a request that is held in a thread of its own."""
     with ThreadPoolExecutor(8) as pool:
 
-        def start(body: str, timeout_s: float = 5.0) -> Future:
-            deadline, written = Deadline(timeout_s, "test"), threading.Event()
-            future = pool.submit(
-                lambda: lane.call(
-                    "POST",
-                    "/update",
-                    body=body.encode(),
-                    key="secret",
-                    deadline=deadline,
-                    phase="move",
-                    retry=False,
-                    written=written.set,
-                )
-            )
-            future.add_done_callback(lambda _: written.set())
-            assert written.wait(5)
-            return future
+        def start(held: Held, timeout_s: float = 5.0) -> Future:
+            deadline = Deadline(timeout_s, "test")
+            return pool.submit(lambda: lane.make(held, deadline=deadline, phase="move", retry=False))
 
         yield start
+
+
+@pytest.fixture
+def connected(server: BareServer, lane: Lane, make: Callable[..., Future]) -> Lane:
+    """After one call, so that there is a connection to write ahead to."""
+    first = make(hold(lane, "first"))
+    until(lambda: server.bodies(0) == [b"first"] if server.came else False)
+    server.connections[0].sendall(answer("yes"))
+    assert first.result(5).content == b"yes"
+    return lane
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -109,34 +109,100 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_requests_lie_there_in_order_before_the_first_is_answered(server, ask):
-    asked = [ask(text) for text in ("a", "bb", "ccc")]
-    until(lambda: server.came != [] and len(server.bodies()) == 3)
-    assert server.bodies() == [b"a", b"bb", b"ccc"] and len(server.connections) == 1
+def test_the_next_request_lies_there_but_for_its_last_byte_while_one_is_made(server, connected, make):
+    one = make(hold(connected, "one"))
+    until(lambda: server.bodies(0) == [b"first", b"one"])
+    held = hold(connected, "two!")
+    until(lambda: len(server.bodies(0)) == 3)
+    time.sleep(0.05)
+    assert server.bodies(0)[2] == b"two" and len(server.connections) == 1
+    server.connections[0].sendall(answer("to one"))
+    assert one.result(5).content == b"to one"
+    two = make(held)
+    until(lambda: server.bodies(0)[2] == b"two!")
+    server.connections[0].sendall(answer("to two"))
+    assert two.result(5).content == b"to two" and two.result().to == "POST /update"
     assert server.came[0].count(b"Authorization: Bearer secret\r\n") == 3
     assert server.came[0].startswith(b"POST /update HTTP/1.1\r\n")
-    assert not any(one.done() for one in asked)
-    for number, one in enumerate(asked):
-        server.connections[0].sendall(answer(f"to {number}"))
-        assert one.result(5).content == f"to {number}".encode()
-        assert not any(later.done() for later in asked[number + 1 :])
+
+
+def test_only_the_next_one_is_written_ahead(server, connected, make):
+    held = [hold(connected, text) for text in ("aa", "bb", "cc")]
+    until(lambda: server.bodies(0) == [b"first", b"a"])
+    for number, one in enumerate(held):
+        made = make(one)
+        until(lambda number=number: server.bodies(0)[1:] == [b"aa", b"bb", b"cc"][: number + 1])
+        server.connections[0].sendall(answer(str(number)))
+        assert made.result(5).content == str(number).encode()
+
+
+def test_one_that_is_made_before_another_that_lies_there_is_no_part_of_it(server, connected, make):
+    ahead = hold(connected, "ahead")
+    until(lambda: server.bodies(0) == [b"first", b"ahea"])
+    one = make(hold(connected, "one"))
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"one"])
+    server.connections[1].sendall(answer("to one"))
+    assert one.result(5).content == b"to one"
+    two = make(ahead)
+    until(lambda: server.bodies(1) == [b"one", b"ahead"])
+    server.connections[1].sendall(answer("to two"))
+    assert two.result(5).content == b"to two"
+    assert server.bodies(0) == [b"first", b"ahea"]
+
+
+def test_one_that_is_dropped_was_never_made_and_the_next_takes_another_connection(server, connected, make):
+    held = hold(connected, "never")
+    until(lambda: server.bodies(0) == [b"first", b"neve"])
+    connected.drop(held)
+    connected.drop(held)
+    after = make(hold(connected, "after"))
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"after"])
+    server.connections[1].sendall(answer("yes"))
+    assert after.result(5).content == b"yes"
+    assert server.bodies(0) == [b"first", b"neve"]
+
+
+@pytest.mark.parametrize("how", ["it says so", "it just does"])
+def test_where_the_server_closes_after_an_answer_what_was_held_is_written_again(server, connected, make, how):
+    one = make(hold(connected, "one"))
+    until(lambda: server.bodies(0) == [b"first", b"one"])
+    held = hold(connected, "two")
+    server.connections[0].sendall(answer("to one", *(["Connection: close"] if how == "it says so" else [])))
+    assert one.result(5).content == b"to one"
+    server.drop(0)
+    time.sleep(0.05)
+    two = make(held)
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"two"])
+    server.connections[1].sendall(answer("to two"))
+    assert two.result(5).content == b"to two"
+
+
+def test_what_comes_behind_an_answer_is_nobodys(server, connected, make):
+    one = make(hold(connected, "one"))
+    until(lambda: server.bodies(0) == [b"first", b"one"])
+    server.connections[0].sendall(answer("yes") + answer("bye", "Connection: close", status="408 Request Timeout"))
+    assert one.result(5).content == b"yes"
+    two = make(hold(connected, "two"))
+    until(lambda: len(server.connections) == 2)
+    server.connections[1].sendall(answer("two"))
+    assert two.result(5).content == b"two"
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000], ids=["byte by byte", "by sevens", "all at once"])
-def test_answers_that_come_in_any_pieces_go_to_their_own_callers(server, ask, size):
-    asked = [ask(text) for text in "abc"]
-    until(lambda: server.connections != [])
-    texts = ["", "x" * 300, "last"]
-    whole = b"HTTP/1.1 100 Continue\r\n\r\n" + b"".join(answer(t, status=f"20{i} OK") for i, t in enumerate(texts))
-    for start in range(0, len(whole), size):
-        server.connections[0].sendall(whole[start : start + size])
-    replies = [one.result(5) for one in asked]
-    assert [(r.status, r.content.decode()) for r in replies] == list(zip([200, 201, 202], texts, strict=True))
+def test_an_answer_may_come_in_any_pieces(server, connected, make, size):
+    for number, text in enumerate(["", "x" * 300, "last"]):
+        made = make(hold(connected, f"whole{number}"))
+        until(lambda number=number: server.bodies(0)[-1] == f"whole{number}".encode())
+        whole = b"HTTP/1.1 100 Continue\r\n\r\n" + answer(text, status=f"20{number} OK")
+        for start in range(0, len(whole), size):
+            server.connections[0].sendall(whole[start : start + size])
+        reply = made.result(5)
+        assert (reply.status, reply.content.decode()) == (200 + number, text)
 
 
-def test_a_chunked_answer_is_put_together(server, ask):
-    one = ask("a")
-    until(lambda: server.connections != [])
+def test_a_chunked_answer_is_put_together(server, connected, make):
+    one = make(hold(connected, "whole"))
+    until(lambda: server.bodies(0)[-1] == b"whole")
     server.connections[0].sendall(
         b"HTTP/1.1 400 Bad Request\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
     )
@@ -144,65 +210,47 @@ def test_a_chunked_answer_is_put_together(server, ask):
     assert (reply.status, reply.content, reply.is_success) == (400, b"abcde", False)
 
 
-def test_the_connection_is_kept_and_one_that_stood_idle_or_was_closed_is_not(server, ask, monkeypatch):
-    for number in range(2):
-        one = ask("a")
-        until(lambda: server.connections != [])
-        server.connections[0].sendall(answer("yes"))
-        assert one.result(5).status == 200 and len(server.connections) == 1, number
-    server.drop(0)
-    time.sleep(0.05)
-    for count in (2, 3):
-        one = ask("b")
-        until(lambda count=count: len(server.connections) == count)
-        server.connections[-1].sendall(answer("yes"))
-        assert one.result(5).status == 200
-        monkeypatch.setattr(lanes, "KEEPALIVE_S", -1.0)
-
-
-def test_a_connection_that_breaks_ends_all_that_is_under_way_and_the_next_call_takes_another(server, ask):
-    asked = [ask(text) for text in "abc"]
-    until(lambda: server.connections != [])
-    server.connections[0].sendall(answer("yes") + b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab")
-    time.sleep(0.05)
-    server.drop(0)
-    assert asked[0].result(5).content == b"yes"
-    for broken in asked[1:]:
-        with pytest.raises(EngineLost, match="POST /update: the connection broke") as caught:
-            broken.result(5)
-        assert caught.value.engine == server.url and caught.value.phase == "move"
-        assert not caught.value.safe_to_retry
-    after = ask("d")
+def test_a_connection_that_stood_idle_is_not_used(server, connected, make, monkeypatch):
+    monkeypatch.setattr(lanes, "KEEPALIVE_S", -1.0)
+    held = hold(connected, "b")
+    assert held.stream is None
+    one = make(held)
     until(lambda: len(server.connections) == 2)
+    server.connections[1].sendall(answer("yes"))
+    assert one.result(5).status == 200
+
+
+def test_a_connection_that_breaks_is_an_error_and_the_next_call_takes_another(server, connected, make):
+    one = make(hold(connected, "one"))
+    until(lambda: server.bodies(0) == [b"first", b"one"])
+    held = hold(connected, "two")
+    server.connections[0].sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab")
+    server.drop(0)
+    with pytest.raises(EngineLost, match=r"POST /update: the connection broke .*before it had answered") as caught:
+        one.result(5)
+    assert caught.value.engine == server.url and caught.value.phase == "move"
+    assert not caught.value.safe_to_retry
+    two = make(held)
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"two"])
     server.connections[1].sendall(answer("again"))
-    assert after.result(5).content == b"again"
-
-
-def test_an_answer_after_which_the_server_closes_leaves_the_next_call_lost_and_not_waiting(server, ask):
-    asked = [ask(text) for text in "ab"]
-    until(lambda: server.connections != [])
-    server.connections[0].sendall(answer("no", "Connection: close", status="503 Service Unavailable"))
-    assert asked[0].result(5).status == 503
-    with pytest.raises(EngineLost, match="the call before it"):
-        asked[1].result(5)
+    assert two.result(5).content == b"again"
 
 
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nContent-Le", answer("x" * 50)[:-1]])
-def test_an_answer_that_does_not_come_is_a_timeout_of_its_own_and_loses_those_behind(server, ask, sent):
-    first, second = ask("a", timeout_s=0.3), ask("b", timeout_s=4)
-    until(lambda: server.connections != [])
+def test_an_answer_that_does_not_come_is_a_timeout(server, connected, make, sent):
+    one = make(hold(connected, "whole"), timeout_s=0.3)
+    until(lambda: server.bodies(0)[-1] == b"whole")
     server.connections[0].sendall(sent)
     started = time.monotonic()
+    hold(connected, "b")  # with a deadline of its own, which is later
     with pytest.raises(TransferTimeout, match="POST /update: no answer within"):
-        first.result(5)
-    with pytest.raises(EngineLost):
-        second.result(5)
+        one.result(5)
     assert time.monotonic() - started < 2
 
 
-def test_one_that_trickles_in_does_not_outlast_its_deadline(server, ask):
-    one = ask("a", timeout_s=0.5)
-    until(lambda: server.connections != [])
+def test_one_that_trickles_in_does_not_outlast_its_deadline(server, connected, make):
+    one = make(hold(connected, "whole"), timeout_s=0.5)
+    until(lambda: server.bodies(0)[-1] == b"whole")
     server.connections[0].sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
     started = time.monotonic()
     while not one.done() and time.monotonic() - started < 3:
@@ -214,17 +262,9 @@ def test_one_that_trickles_in_does_not_outlast_its_deadline(server, ask):
     assert time.monotonic() - started < 1.5
 
 
-def test_a_call_behind_one_that_is_slow_ends_by_its_own_deadline(server, ask):
-    ask_slow, second = ask("a", timeout_s=5), ask("b", timeout_s=0.3)
-    with pytest.raises(TransferTimeout):
-        second.result(5)
-    with pytest.raises(EngineLost):
-        ask_slow.result(5)
-
-
-def test_what_is_no_http_is_a_broken_connection(server, ask):
-    one = ask("a")
-    until(lambda: server.connections != [])
+def test_what_is_no_http_is_a_broken_connection(server, connected, make):
+    one = make(hold(connected, "whole"))
+    until(lambda: server.bodies(0)[-1] == b"whole")
     server.connections[0].sendall(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     with pytest.raises(EngineLost, match="the connection broke"):
         one.result(5)
@@ -235,14 +275,31 @@ def test_nobody_there_says_where():
         port = taken.getsockname()[1]
     nobody = Lane(f"http://127.0.0.1:{port}")
     with pytest.raises(EngineLost, match=f"127.0.0.1:{port}: no connection") as caught:
-        nobody.call("POST", "/x", body=b"{}", key="", deadline=Deadline(2, "test"), phase="move", retry=False)
+        nobody.make(hold(nobody, "x"), deadline=Deadline(2, "test"), phase="move", retry=False)
     assert caught.value.safe_to_retry
 
 
-def test_closing_ends_what_is_under_way(server, ask, lane):
-    asked = [ask(text) for text in "ab"]
-    lane.close()
-    for one in asked:
-        with pytest.raises(EngineLost):
-            one.result(2)
-    lane.close()
+def test_a_write_that_does_not_get_on_ends_by_the_deadline_and_does_not_keep_a_close(server, lane, make):
+    listener = socket.create_server(("127.0.0.1", 0))
+    full = Lane(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    held = full.hold("POST", "/update", body=b"x" * (64 << 20), key="", deadline=Deadline(5, "test"))
+    started = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        full.make(held, deadline=Deadline(0.5, "test"), phase="move", retry=False)
+    full.close()
+    assert time.monotonic() - started < 2
+    listener.close()
+
+
+def test_closing_ends_what_is_under_way(server, connected, make):
+    one = make(hold(connected, "whole"))
+    until(lambda: server.bodies(0)[-1] == b"whole")
+    connected.close()
+    with pytest.raises(EngineLost):
+        one.result(2)
+    connected.close()
+
+
+def test_over_tls_nothing_is_written_ahead():
+    lane = Lane("https://127.0.0.1:1")
+    assert hold(lane, "a").stream is None

@@ -184,7 +184,8 @@ def _kill_in_the_middle(group: BroadcastGroup) -> dict:
     broadcast = nccl.Broadcast(memory.segment, 24 * GIB, 20.0)
     sender = group._senders[0]
     engine_side = threading.Thread(
-        target=call, args=("engine_call", lambda: client.update_weights_from_distributed(what, group._name, deadline))
+        target=call,
+        args=("engine_call", lambda: client.update_from_distributed(what, group._name, deadline).make(deadline)),
     )
     sender_side = threading.Thread(
         target=call, args=("sender_call", lambda: senders.broadcast(sender, broadcast, deadline))

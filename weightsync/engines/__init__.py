@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -56,6 +55,18 @@ class Tensors(msgspec.Struct, frozen=True):
     shapes: list[tuple[int, ...]]
 
 
+class Update(Protocol):
+    """A call that is on its way to the engine but for its end: nothing happens before it is made."""
+
+    def make(self, deadline: Deadline) -> None:
+        """Between GPUs an answer says that the engine takes part, not that the bytes are there."""
+        ...
+
+    def drop(self) -> None:
+        """It will never be made, if it was not. Idempotent."""
+        ...
+
+
 class Engine(Protocol):
     """One running engine, seen from the weight-sync actor. Every call ends by its deadline.
 
@@ -97,21 +108,11 @@ class Engine(Protocol):
         """Have every TP rank join a group; the engine does nothing else until all members have come."""
         ...
 
-    def update_weights_from_distributed(
-        self,
-        tensors: Tensors,
-        group_name: str,
-        deadline: Deadline,
-        *,
-        flattened: bool = True,
-        what: str = "",
-        written: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Receive one bucket by a broadcast, or by one a tensor if not ``flattened``, and load it.
-
-        Between GPUs an answer says that the engine takes part, not that the bytes are there. ``what`` names the bucket
-        in errors. Once ``written`` was called, from the same thread, another one may be asked for: the engine takes it
-        after this one.
+    def update_from_distributed(
+        self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
+    ) -> Update:
+        """A call that has the engine receive one bucket by a broadcast, or by one a tensor if not ``flattened``, and
+        load it. It is made by ``Update.make``, one at a time. ``what`` names the bucket in errors.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""Calls that a server takes in the order in which they are made, without waiting for the answers in between.
+"""Calls one after the other whose requests are on their way before it is their turn, all but the last byte.
 
-On one HTTP/1.1 connection a server begins with a request when it has answered the one before (RFC 9112, pipelining). So
-the next request can lie there already, and what it takes on its way costs nothing, yet no two can change places.
+A server cannot begin with a request that is not complete, so nothing happens before its turn, nor ever if it does not
+come: the connection is closed. When it comes, a byte is all that has to travel.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
-from urllib.parse import SplitResult, urlsplit
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import h11
 import httpcore
@@ -25,143 +25,140 @@ READ_BYTES = 1 << 16
 MIN_WAIT_S = 1e-3  # 0 would not wait, and look like a broken connection
 
 
-class _Asked:
-    """A request that was written.
+@dataclass
+class Held:
+    """A request that was not made yet. ``stream``: where all of it but the last byte was written, if anywhere."""
 
-    ``done``: its answer was read, and ``rest`` behind it; or no further one will be, here or behind it (``failed``).
-    """
-
-    def __init__(self, stream: httpcore.NetworkStream, parser: h11.Connection, before: _Asked | None) -> None:
-        self.stream, self.parser, self.before = stream, parser, before
-        self.done = threading.Event()
-        self.failed = False
-        self.rest = b""
+    doing: str
+    text: bytes
+    parser: h11.Connection
+    stream: httpcore.NetworkStream | None = None
 
 
 class Lane:
-    """One connection to ``base_url``, made when it is needed. Safe from several threads, which write in turn."""
+    """One connection to ``base_url``, made when it is needed.
+
+    Requests are made one at a time, in the order in which they were held. Only ``hold``, ``drop`` and ``close`` may be
+    called while one is made.
+    """
 
     def __init__(self, base_url: str) -> None:
         self._base = base_url
-        self._url: SplitResult = urlsplit(base_url)
-        self._lock = threading.Lock()
-        self._last: _Asked | None = None
+        self._url = urlsplit(base_url)
+        self._lock = threading.Lock()  # who writes
+        self._stream: httpcore.NetworkStream | None = None
+        self._unmade: list[Held] = []
+        self._ahead: Held | None = None  # of which all but a byte lies in the connection
+        self._busy = False
         self._used = 0.0
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None,
-        key: str,
-        deadline: Deadline,
-        phase: str,
-        retry: bool,
-        written: Callable[[], None] = lambda: None,
-    ) -> Reply:
-        """As ``Http.call``. ``written`` is called once the request is on its way, so that the next one may follow."""
-        doing = f"{method} {path}"
-        with typed(doing, self._base, phase, retry, deadline):
-            headers = headers_of(self._base, key, body)
-            asked = self._ask(method, path, headers, body or b"", deadline)
-            written()
-            status, content = self._answer(asked, deadline)
-        return Reply(doing, status, content)
+    def hold(self, method: str, path: str, *, body: bytes, key: str, deadline: Deadline) -> Held:
+        """Write a request but for its last byte, if it is the next one; else ``make`` writes all of it."""
+        parser = h11.Connection(h11.CLIENT)
+        headers = [*headers_of(self._base, key, body).items(), ("Content-Length", str(len(body)))]
+        head = h11.Request(method=method, target=self._url.path.rstrip("/") + path, headers=headers)
+        events = [head, h11.Data(data=body), h11.EndOfMessage()]
+        held = Held(f"{method} {path}", b"".join(parser.send(event) or b"" for event in events), parser)
+        self._unmade.append(held)
+        if self._url.scheme != "https" and self._lock.acquire(blocking=False):  # OpenSSL does not read beside writing
+            try:
+                self._write_ahead(held, deadline)
+            finally:
+                self._lock.release()
+        return held
+
+    def make(self, held: Held, *, deadline: Deadline, phase: str, retry: bool) -> Reply:
+        """Have the request carried out; as ``Http.call``."""
+        with typed(held.doing, self._base, phase, retry, deadline):
+            try:
+                reply = self._read(held, self._complete(held, deadline), deadline)
+            except h11.RemoteProtocolError as e:
+                self.close()
+                raise httpcore.RemoteProtocolError(e) from e
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                self._busy, self._used = False, time.monotonic()
+        return reply
+
+    def drop(self, held: Held) -> None:
+        """Never make that request, if it was not made. Idempotent."""
+        if held in self._unmade:
+            self._unmade.remove(held)
+            if held is self._ahead:
+                self._ahead = None
+                self.close()
 
     def close(self) -> None:
-        """Close the connection; answers that are still to come are errors. Idempotent."""
-        with self._lock:
-            last, self._last = self._last, None
-        if last is not None:
-            _shut(last.stream)
+        """Close the connection; a call under way fails. Idempotent."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            _shut(stream)
 
-    def _ask(self, method: str, path: str, headers: dict[str, str], body: bytes, deadline: Deadline) -> _Asked:
-        parser = h11.Connection(h11.CLIENT)
-        head = h11.Request(
-            method=method,
-            target=self._url.path.rstrip("/") + path,
-            headers=[*headers.items(), ("Content-Length", str(len(body)))],
-        )
-        events = [head, h11.Data(data=body), h11.EndOfMessage()]
-        text = b"".join(parser.send(event) or b"" for event in events)
-        with self._lock:
-            before = self._usable()
-            stream = before.stream if before is not None else self._connect(deadline)
-            asked = self._last = _Asked(stream, parser, before)
-            try:
-                stream.write(text, timeout=_left(deadline))
-            except BaseException:
-                _fail(asked)
-                raise
-        return asked
+    def _write_ahead(self, held: Held, deadline: Deadline) -> None:
+        stream = self._usable()
+        if stream is None or self._unmade[0] is not held:
+            return
+        held.stream, self._ahead = stream, held
+        try:
+            stream.write(held.text[:-1], timeout=_left(deadline))
+        except (httpcore.NetworkError, httpcore.TimeoutException):
+            self.close()
 
-    def _usable(self) -> _Asked | None:
-        """The last request, if another one may follow it on its connection."""
-        last = self._last
-        if last is None or last.failed:
+    def _usable(self) -> httpcore.NetworkStream | None:
+        """The connection, unless the server has closed it, or may be about to."""
+        stream = self._stream
+        if stream is None or self._busy:
+            return stream
+        if time.monotonic() - self._used > KEEPALIVE_S or stream.get_extra_info("is_readable"):
+            self.close()
             return None
-        if last.done.is_set():
-            idle_s = time.monotonic() - self._used
-            if idle_s > KEEPALIVE_S or last.stream.get_extra_info("is_readable"):  # readable: the server has closed it
-                _shut(last.stream)
-                return None
-        return last
+        return stream
+
+    def _complete(self, held: Held, deadline: Deadline) -> httpcore.NetworkStream:
+        """Write what is missing: the last byte, or all of it where nothing was written or that connection is closed."""
+        if not self._lock.acquire(timeout=_left(deadline)):
+            raise TimeoutError
+        try:
+            if self._ahead is not held and self._ahead is not None:
+                self.close()  # it would be taken for a part of that one
+            stream = self._usable() or self._connect(deadline)
+            self._stream, self._busy = stream, True
+            stream.write(held.text[-1:] if stream is held.stream else held.text, timeout=_left(deadline))
+        finally:
+            self._unmade.remove(held)
+            self._ahead = None
+            self._lock.release()
+        return stream
 
     def _connect(self, deadline: Deadline) -> httpcore.NetworkStream:
         host, tls = self._url.hostname or "", self._url.scheme == "https"
         port = self._url.port or (443 if tls else 80)
         stream = httpcore.SyncBackend().connect_tcp(host, port, timeout=_left(deadline))
         if tls:
-            context: ssl.SSLContext = httpcore.default_ssl_context()
-            stream = stream.start_tls(context, server_hostname=host, timeout=_left(deadline))
+            stream = stream.start_tls(httpcore.default_ssl_context(), server_hostname=host, timeout=_left(deadline))
         return stream
 
-    def _answer(self, asked: _Asked, deadline: Deadline) -> tuple[int, bytes]:
-        try:
-            rest = self._rest_of(asked.before, deadline)
-            asked.before = None
-            if rest:
-                asked.parser.receive_data(rest)
-            return self._read(asked, deadline)
-        except h11.RemoteProtocolError as e:
-            _fail(asked)
-            raise httpcore.RemoteProtocolError(e) from e
-        except BaseException:
-            _fail(asked)
-            raise
-
-    @staticmethod
-    def _rest_of(before: _Asked | None, deadline: Deadline) -> bytes:
-        """What was read of this answer together with the one before."""
-        if before is None:
-            return b""
-        if not before.done.wait(deadline.remaining_s()):
-            raise TimeoutError
-        if before.failed:
-            raise httpcore.ReadError("the call before it on this connection failed")
-        return before.rest
-
-    def _read(self, asked: _Asked, deadline: Deadline) -> tuple[int, bytes]:
-        status, chunks = 0, list[bytes]()
+    def _read(self, held: Held, stream: httpcore.NetworkStream, deadline: Deadline) -> Reply:
+        status, chunks, parser = 0, list[bytes](), held.parser
         while True:
-            event = asked.parser.next_event()
+            event = parser.next_event()
             if event is h11.NEED_DATA:
-                _wait_readable(asked.stream, deadline)
-                asked.parser.receive_data(asked.stream.read(READ_BYTES, timeout=_left(deadline)))
+                _wait_readable(stream, deadline)
+                data = stream.read(READ_BYTES, timeout=_left(deadline))
+                if not data:
+                    raise httpcore.ReadError("the server closed it before it had answered")
+                parser.receive_data(data)
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
                 chunks.append(bytes(event.data))
             elif isinstance(event, h11.EndOfMessage):
                 break
-            elif not isinstance(event, h11.InformationalResponse):
-                raise httpcore.RemoteProtocolError(f"the server closed the connection: {event!r}")
-        asked.rest = bytes(asked.parser.trailing_data[0])
-        asked.failed = asked.parser.their_state is not h11.DONE  # "Connection: close": no further answer comes
-        self._used = time.monotonic()
-        asked.done.set()
-        return status, b"".join(chunks)
+        if parser.their_state is not h11.DONE or parser.trailing_data[0]:
+            self.close()  # "Connection: close", or more than was asked for
+        return Reply(held.doing, status, b"".join(chunks))
 
 
 def _left(deadline: Deadline) -> float:
@@ -180,12 +177,6 @@ def _wait_readable(stream: httpcore.NetworkStream, deadline: Deadline) -> None:
         return
     if deadline.passed() or not poll.poll(int(_left(deadline) * 1000) + 1):
         raise TimeoutError
-
-
-def _fail(asked: _Asked) -> None:
-    asked.failed, asked.before = True, None
-    asked.done.set()
-    _shut(asked.stream)
 
 
 def _shut(stream: httpcore.NetworkStream) -> None:

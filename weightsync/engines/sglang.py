@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.engines import RECEIVER_LOADER, EngineInfo, GroupSpec, PauseMode, Tensors
 from weightsync.engines.http import Http, Reply
-from weightsync.engines.lane import Lane
+from weightsync.engines.lane import Held, Lane
 from weightsync.engines.refusals import SESSION_SINCE, Asked, refusals
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
 from weightsync.errors import ConfigError, EngineRejected, WeightSyncError
@@ -145,17 +145,10 @@ class SglangEngine:
         """``/init_weights_update_group``. The port must be bound already, and the call made from a thread."""
         self._json("POST", "/init_weights_update_group", "move", deadline, msgspec.to_builtins(group))
 
-    def update_weights_from_distributed(
-        self,
-        tensors: Tensors,
-        group_name: str,
-        deadline: Deadline,
-        *,
-        flattened: bool = True,
-        what: str = "",
-        written: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``/update_weights_from_distributed``, in a lane of its own. Never flushes, never stamps a version."""
+    def update_from_distributed(
+        self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
+    ) -> LaneUpdate:
+        """``/update_weights_from_distributed``. Never flushes, never stamps a version."""
         body = msgspec.to_builtins(tensors) | {
             "group_name": group_name,
             "load_format": "flattened_bucket" if flattened else None,
@@ -163,26 +156,21 @@ class SglangEngine:
             "abort_all_requests": False,
         }
         body |= {"selector": "target"} if self._sessions() else {}
-        send = partial(self._lane.call, written=written)
-        self._update("/update_weights_from_distributed", body, deadline, what, send=send)
+        path = "/update_weights_from_distributed"
+        held = self._lane.hold("POST", path, body=msgspec.json.encode(body), key=self._keys["POST"], deadline=deadline)
+        return LaneUpdate(self, self._lane, held, what)
+
+    def check_update(self, reply: Reply) -> None:
+        """Raise what an update call that was answered so raises."""
+        self._accepted(self._authorised(reply, "POST", "move"), "move")
 
     def destroy_weights_update_group(self, group_name: str, deadline: Deadline) -> None:
         """``/destroy_weights_update_group``."""
         self._json("POST", "/destroy_weights_update_group", "move", deadline, {"group_name": group_name})
 
-    def _update(
-        self,
-        path: str,
-        body: dict[str, Any],
-        deadline: Deadline,
-        what: str,
-        send: Callable[..., Reply] | None = None,
-    ) -> None:
-        try:
-            self._json("POST", path, "move", deadline, body, send=send)
-        except WeightSyncError as e:
-            e.message = f"{what}: {e.message}" if what else e.message
-            raise
+    def _update(self, path: str, body: dict[str, Any], deadline: Deadline, what: str) -> None:
+        with _named(what):
+            self._json("POST", path, "move", deadline, body)
 
     def end(self, deadline: Deadline) -> None:
         """``/end_weight_update`` from 0.5.21 on."""
@@ -225,20 +213,12 @@ class SglangEngine:
         return self._has_sessions
 
     def _json(
-        self,
-        method: str,
-        path: str,
-        phase: str,
-        deadline: Deadline,
-        body: Any = None,
-        *,
-        retry: bool = False,
-        send: Callable[..., Reply] | None = None,
+        self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
     ) -> dict[str, Any]:
-        """A call whose answer is a JSON object without ``success: false``. ``retry``: making it twice does no harm.
-        ``send``: instead of ``Http.call``.
-        """
-        reply = self._call(method, path, phase, deadline, body, retry=retry, send=send)
+        """A call whose answer is a JSON object without ``success: false``. ``retry``: making it twice does no harm."""
+        return self._accepted(self._call(method, path, phase, deadline, body, retry=retry), phase, retry)
+
+    def _accepted(self, reply: Reply, phase: str, retry: bool = False) -> dict[str, Any]:
         if not reply.is_success:
             raise self._rejected(reply, phase, retry)
         try:
@@ -250,22 +230,17 @@ class SglangEngine:
         return content
 
     def _call(
-        self,
-        method: str,
-        path: str,
-        phase: str,
-        deadline: Deadline,
-        body: Any = None,
-        *,
-        retry: bool = False,
-        send: Callable[..., Reply] | None = None,
+        self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
     ) -> Reply:
         key, content = self._keys[method], None if body is None else msgspec.json.encode(body)
-        send = send or self._http.call
-        reply = send(method, path, body=content, key=key, deadline=deadline, phase=phase, retry=retry)
+        reply = self._http.call(method, path, body=content, key=key, deadline=deadline, phase=phase, retry=retry)
+        return self._authorised(reply, method, phase)
+
+    def _authorised(self, reply: Reply, method: str, phase: str) -> Reply:
         if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             name = "api_key" if method == "GET" else "admin_api_key (or api_key, if it has no other)"
-            why = f"it does not accept this {name}" if key else f"it wants an {name}, and none is configured"
+            given = bool(self._keys[method])
+            why = f"it does not accept this {name}" if given else f"it wants an {name}, and none is configured"
             raise ConfigError(f"{reply.to}: HTTP {reply.status}: {why}", engine=self.url, phase=phase)
         return reply
 
@@ -302,3 +277,28 @@ def _check_url(url: str) -> None:
 def _version(text: str) -> tuple[int, int, int] | None:
     match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+class LaneUpdate:
+    """An update that lies in a lane; see ``engines.Update``."""
+
+    def __init__(self, engine: SglangEngine, lane: Lane, held: Held, what: str) -> None:
+        self._engine, self._lane, self._held, self._what = engine, lane, held, what
+
+    def make(self, deadline: Deadline) -> None:
+        with _named(self._what):
+            reply = self._lane.make(self._held, deadline=deadline, phase="move", retry=False)
+            self._engine.check_update(reply)
+
+    def drop(self) -> None:
+        self._lane.drop(self._held)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Errors say what was being updated."""
+    try:
+        yield
+    except WeightSyncError as e:
+        e.message = f"{what}: {e.message}" if what else e.message
+        raise
