@@ -156,6 +156,7 @@ def test_buckets_that_each_take_less_than_one_may_are_no_stall(world, monkeypatc
 @pytest.mark.parametrize("engines", [1, 2], ids=["filled by the sender", "filled by the actor"])
 def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines):
     monkeypatch.setattr(routes_broadcast, "PART_BYTES", 1)
+    monkeypatch.setattr(routes_broadcast, "FLAT_BYTES", 0)
     one = world(*[stock(1 + number) for number in range(engines)])
     for step in (1, 2):
         one.push(step)
@@ -167,19 +168,24 @@ def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines)
     assert {body["load_format"] for body in sent if body["names"] != groups_broadcast.PROBE.names} == {None}
 
 
-def test_small_tensors_and_those_that_nccl_may_not_know_are_flattened():
+def test_small_buckets_and_tensors_and_those_that_nccl_may_not_know_are_flattened():
     def parts(nbytes: int, *dtypes: str) -> list[Part]:
-        specs = [TensorSpec(f"t{i}", (nbytes,), dtype) for i, dtype in enumerate(dtypes)]
+        specs = [
+            TensorSpec(f"t{i}", (nbytes // getattr(torch, dtype).itemsize,), dtype) for i, dtype in enumerate(dtypes)
+        ]
         (planned,) = plan_buckets(specs, 1 << 40)
         return routes_broadcast.parts_of(planned)
 
-    least = routes_broadcast.PART_BYTES
-    assert parts(least // 2, "bfloat16", "bfloat16") == [
-        Part(0, least, "bfloat16"),
-        Part(least, 2 * least, "bfloat16"),
+    half = routes_broadcast.FLAT_BYTES // 2
+    assert parts(half, "bfloat16", "bfloat16") == []
+    assert parts(half + 2, "bfloat16", "bfloat16") == [
+        Part(0, half + 2, "bfloat16"),
+        Part(half + 2, 2 * half + 4, "bfloat16"),
     ]
-    assert parts(least // 2 - 1, "bfloat16", "bfloat16") == []
-    assert parts(least, "float8_e4m3fn", "bfloat16") == []
+    assert parts(2 * half, "float8_e4m3fn", "bfloat16") == []
+    least, many = routes_broadcast.PART_BYTES, 2 * half // routes_broadcast.PART_BYTES + 1
+    assert len(parts(least + 2, *["bfloat16"] * many)) == many
+    assert parts(least - 2, *["bfloat16"] * (many + 8)) == []
 
 
 class FakeSender:

@@ -28,8 +28,11 @@ GATHER_SHARE = 8
 BROADCAST_BYTES = 1 << 30
 """Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that."""
 
+FLAT_BYTES = 2 << 30
+"""A bucket that is no larger goes as one message: an engine makes two copies more, but waits for one message only."""
+
 PART_BYTES = 4 << 20
-"""Tensors that are as large as that, on average, are broadcast each by itself."""
+"""Of a larger one, tensors that are as large as that, on average, are broadcast each by itself."""
 PLAIN = ("float32", "bfloat16", "float16")
 """What every torch gives to NCCL."""
 
@@ -203,12 +206,14 @@ class BroadcastRoute(BucketRoute):
 
 
 def parts_of(planned: bucket.Bucket) -> list[Part]:
-    """A bucket's tensors as messages of their own, if they are large; else none: the bucket goes as one.
+    """A bucket's tensors as messages of their own, if it and they are large; else none: the bucket goes as one.
 
     Of a flattened bucket an engine makes two copies more, one of them before it can receive; but every message takes
     both sides some time.
     """
-    if planned.nbytes < PART_BYTES * len(planned.entries) or any(e.tensor.dtype not in PLAIN for e in planned.entries):
+    if planned.nbytes <= max(FLAT_BYTES, PART_BYTES * len(planned.entries)):
+        return []
+    if any(entry.tensor.dtype not in PLAIN for entry in planned.entries):
         return []
     return [Part(e.start, e.end, e.tensor.dtype) for e in planned.entries]
 
