@@ -27,7 +27,7 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_fifty_pushes_grow_nothing_and_direct_takes_little_beside_contexts(route: str) -> None:
+def test_fifty_pushes_grow_nothing_and_direct_takes_little_beside_contexts(route: str, record) -> None:
     empty = _used()
     with world(SIZE) as one:
         idle = _warm(one)
@@ -37,17 +37,21 @@ def test_fifty_pushes_grow_nothing_and_direct_takes_little_beside_contexts(route
         notes = one.push(PUSHES)["notes"]
         one.assert_served(PUSHES)
     assert_nothing_grew(second, last)
-    taken = _beside_contexts(empty, idle, last)
+    taken, context_mb, contexts = _beside_contexts(empty, idle, last)
     noted = [note for note in notes if ": a context " in note]
-    print(f"{route}: MB beside contexts, by GPU: {taken}; contexts noted: {noted}")
+    seen = {"route": route, "mb_beside_contexts": taken, "contexts_made": contexts, "context_mb": context_mb}
+    print(seen, "contexts noted:", noted)
+    record("memory", seen | {"pushes": PUSHES, "bucket_bytes": BUCKET_BYTES if route == "bucket" else 0})
     made = [f"engine {i}" for i in range(2) if last[f"engine {i}"]["contexts"] > idle[f"engine {i}"]["contexts"]]
     assert len([note for note in noted if "TP rank" in note]) >= len(made)
     pairs = len(one.ranks) / len(taken)  # a training rank and an engine; both pairs are on one GPU if there is but one
     assert route != "direct" or max(taken.values()) < DIRECT_MB * pairs
 
 
-def _beside_contexts(empty: dict, idle: dict, last: dict) -> dict[str, float]:
-    """MB by which each GPU is fuller after the pushes than before connecting, contexts made meanwhile left out."""
+def _beside_contexts(empty: dict, idle: dict, last: dict) -> tuple[dict[str, float], float, dict[str, int]]:
+    """MB by which each GPU is fuller after the pushes than before connecting, contexts made meanwhile left out; how many
+    MB a context takes; how many were made, by GPU.
+    """
     processes = [name for name in idle if name != "GPU"]
     contexts = sum(idle[name]["contexts"] for name in processes)
     reserved = sum(idle[name]["reserved"] for name in processes)
@@ -58,8 +62,8 @@ def _beside_contexts(empty: dict, idle: dict, last: dict) -> dict[str, float]:
         return sum(last[name].get(key, 0) - idle[name].get(key, 0) for name in processes)
 
     made = {uuid: made_on(uuid) for uuid in idle["GPU"]}
-    print(f"a context takes about {context_mb:.0f} MB; connecting and pushing made, by GPU: {made}")
-    return {uuid: (last["GPU"][uuid] - used) / 1e6 - made[uuid] * context_mb for uuid, used in idle["GPU"].items()}
+    taken = {uuid: (last["GPU"][uuid] - used) / 1e6 - made[uuid] * context_mb for uuid, used in idle["GPU"].items()}
+    return taken, context_mb, made
 
 
 def test_a_stock_engine_is_fed_by_handles_of_the_actor_and_grows_nothing() -> None:

@@ -58,9 +58,10 @@ def push_and_compare(size: Size, devices: tuple[str, str], **config) -> dict[str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_byte_arrives_and_memory_is_bounded(way: str) -> None:
+def test_every_byte_arrives_and_memory_is_bounded(way: str, record) -> None:
     if not two_gpus():
         return
     grown = push_and_compare(SIZE, ("cuda:0", "cuda:1"), bucket_bytes=BUCKET_BYTES, **WAYS[way])
     print(f"{way}: torch reserves more, by process: {grown}")
+    record("memory", {"way": way, "bucket_bytes": BUCKET_BYTES, "reserved_bytes_more": grown})
     assert all(more <= 2 * BUCKET_BYTES + (32 << 20) for more in grown.values())
