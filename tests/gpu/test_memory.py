@@ -49,8 +49,8 @@ def test_fifty_pushes_grow_nothing_and_direct_takes_little_beside_contexts(route
 
 
 def _beside_contexts(empty: dict, idle: dict, last: dict) -> tuple[dict[str, float], float, dict[str, int]]:
-    """MB by which each GPU is fuller after the pushes than before connecting, contexts made meanwhile left out; how many
-    MB a context takes; how many were made, by GPU.
+    """MB by which each GPU is fuller after the pushes than before connecting, contexts made meanwhile left out; how
+    many MB a context takes; how many were made, by GPU.
     """
     processes = [name for name in idle if name != "GPU"]
     contexts = sum(idle[name]["contexts"] for name in processes)
