@@ -59,6 +59,21 @@ def test_a_pause_that_is_slow_does_not_overtake_its_own_undoing():
     assert not any(link.client.paused for link in links)
 
 
+def test_an_engine_that_is_paused_beside_is_flushed_only_when_all_is_published():
+    links = three()
+    flushed = threading.Event()
+    links[1].client.flush = lambda deadline, wait=False: flushed.set()
+    with pytest.raises(TransferError, match="closed"):
+        push(
+            links,
+            workers=Publishing(links, publish=TransferError("it was closed")),
+            early=lambda link: True,
+            pause="retract",
+        ).run()
+    assert not flushed.is_set()
+    assert [(link.state, link.held, link.client.paused) for link in links] == [("serving", False, False)] * 3
+
+
 @pytest.mark.parametrize("mode", ["raise", "exclude"])
 def test_a_pause_beside_that_fails_is_a_pause_that_failed(mode):
     links = three(pause=EngineRejected("no", engine="http://b"))

@@ -207,33 +207,38 @@ class FakeSender:
         self.alive = False
 
 
-def sending(make: Callable[[str], None], sender: FakeSender, count: int) -> list[WeightSyncError | None]:
-    """How that many buckets end in a group whose engine answers by ``make``, given a bucket's name."""
+class Sending:
+    """A group whose engine answers by ``make``, given a bucket's name. ``asked``: the buckets that it was asked for."""
 
-    class Made:
-        def __init__(self, what: str) -> None:
-            self.what = what
+    def __init__(self, sender: FakeSender, make: Callable[[str], None] = lambda what: None, there: bool = True) -> None:
+        self.asked: list[str] = []
+        self._make, self._there = make, there
+        info = SimpleNamespace(nccl_variables={}, tp_size=1, device="cpu")
+        link = SimpleNamespace(info=info, url="http://127.0.0.1:1", client=self)
+        nodes = SimpleNamespace(meeting_host=lambda *_: "127.0.0.1")
+        self._fanout = Fanout("test")
+        self._group = groups_broadcast.BroadcastGroup(link, self._fanout, nodes, "")
+        self._group._senders, self._group._joined = [sender], True
 
-        def make(self, deadline: Deadline) -> None:
-            make(self.what)
+    def weight_version(self, deadline: Deadline) -> str:
+        if not self._there:
+            raise EngineLost("no connection")
+        return "1"
 
-        def drop(self) -> None:
-            pass
+    def __call__(self, count: int, first: Callable[[str], None] = lambda what: None) -> list[WeightSyncError | None]:
+        """How that many buckets end; ``first``: what comes before each."""
+        whats = [f"bucket {number + 1}" for number in range(count)]
+        turns = [self._group.turn() for _ in whats]
+        futures = [self._fanout.submit(partial(self._send, *one, first)) for one in zip(turns, whats, strict=True)]
+        return [future.exception(10) for future in futures]
 
-    fanout = Fanout("test")
-    info = SimpleNamespace(nccl_variables={}, tp_size=1, device="cpu")
-    link = SimpleNamespace(info=info, url="http://127.0.0.1:1")
-    group = groups_broadcast.BroadcastGroup(link, fanout, SimpleNamespace(meeting_host=lambda *_: "127.0.0.1"), "")
-    group._senders, group._joined = [sender], True
+    def _send(self, turn, what: str, first: Callable[[str], None]) -> None:
+        def make(deadline: Deadline) -> None:
+            self.asked.append(what)
+            self._make(what)
 
-    def send(turn, what):
-        update = Made(what)
-        with group.in_turn(turn, update, Deadline(5, "test"), what):
-            group.send(turn, update, Broadcast(SEGMENT, 1, 5.0), Deadline(5, "test"))
-
-    turns = [group.turn() for _ in range(count)]
-    futures = [fanout.submit(partial(send, turn, f"bucket {number + 1}")) for number, turn in enumerate(turns)]
-    return [future.exception(10) for future in futures]
+        update, deadline = SimpleNamespace(make=make, drop=lambda: None), Deadline(5, "test")
+        self._group.send(turn, update, Broadcast(SEGMENT, 1, 5.0), deadline, what, first=lambda: first(what))
 
 
 @pytest.mark.parametrize(
@@ -249,25 +254,78 @@ def test_an_engine_that_fails_a_bucket_may_finish_the_one_before_first(error):
             threading.Timer(0.3, sender.over.set).start()
             raise error
 
-    first, second, third = sending(make, sender, 3)
+    group = Sending(sender, make)
+    first, second, third = group(3)
     assert first is None and second is error
-    assert "one before it failed" in str(third)
+    assert "one before it failed" in str(third) and group.asked == ["bucket 1", "bucket 2"]
     kill = sender.said.index("kill")
-    assert {"finish 0", "finish 1"} <= set(sender.said[:kill]) and "begin 2" not in sender.said
+    assert {"finish 0", "finish 1"} <= set(sender.said[:kill])
 
 
-def test_a_sender_that_cannot_begin_finishes_what_is_under_way_first():
-    class Sender(FakeSender):
-        def call(self, method, argument=None, *, deadline, returns=None):
-            if method == "begin" and self._begun == 1:
-                threading.Timer(0.4, self.over.set).start()
-                raise TransferError("CUDA out of memory")
-            return super().call(method, argument, deadline=deadline, returns=returns)
+def test_an_engine_that_is_gone_is_waited_for_by_nobody():
+    sender = FakeSender()
 
-    sender = Sender()
-    first, second = sending(lambda what: None, sender, 2)
-    assert first is None and "CUDA out of memory" in str(second)
+    def make(what: str) -> None:
+        if what == "bucket 2":
+            raise EngineLost("the connection broke")
+
+    started = time.monotonic()
+    kill, sender.kill = sender.kill, lambda: (kill(), sender.over.set())
+    assert isinstance(Sending(sender, make, there=False)(2)[1], EngineLost)
+    assert time.monotonic() - started < 2
+    assert "kill" in sender.said and "finish 0" not in sender.said[: sender.said.index("kill")]
+
+
+class Unable(FakeSender):
+    """Cannot begin with its second bucket; the first one's bytes are under way then."""
+
+    def call(self, method, argument=None, *, deadline, returns=None):
+        if method == "begin" and self._begun == 1:
+            threading.Timer(0.4, self.over.set).start()
+            raise TransferError("CUDA out of memory")
+        return super().call(method, argument, deadline=deadline, returns=returns)
+
+
+def test_an_engine_is_asked_for_nothing_that_its_sender_cannot_begin_with():
+    sender = Unable()
+    group = Sending(sender)
+    first, second, third = group(3)
+    assert first is None and "CUDA out of memory" in str(second) and "one before it failed" in str(third)
+    assert group.asked == ["bucket 1"]
     assert sender.said.index("finish 0") < sender.said.index("kill")
+
+
+def test_a_bucket_that_cannot_be_filled_leaves_the_one_before_alone():
+    sender, filling = FakeSender(), threading.Event()
+
+    def make(what: str) -> None:
+        assert filling.wait(5)
+        threading.Timer(0.4, sender.over.set).start()
+
+    def fill(what: str) -> None:
+        if what == "bucket 2":
+            filling.set()
+            raise TransferError("not mapped")
+
+    group = Sending(sender, make)
+    first, second = group(2, fill)
+    assert first is None and "not mapped" in str(second) and group.asked == ["bucket 1"]
+    assert sender.said.index("finish 0") < sender.said.index("kill")
+
+
+def test_an_engine_that_was_asked_for_nothing_is_not_fenced(world, monkeypatch):
+    one = world(stock())
+    one.push(1)
+    group = one.session._routes["nccl"]._whole._groups[one.engines[0].url]
+    monkeypatch.setattr(group, "fill", lambda number, deadline: (_ for _ in ()).throw(TransferError("not mapped")))
+    before = one.engines[0].paths().count(DISTRIBUTED)
+    with pytest.raises(TransferError, match="not mapped") as caught:
+        one.push(2)
+    assert caught.value.report[0]["state"] == "serving" and not one.engines[0].paused
+    assert one.engines[0].paths().count(DISTRIBUTED) == before
+    monkeypatch.undo()
+    one.push(3)
+    assert_serves(one.engines[0], one.tensors, 3)
 
 
 @pytest.mark.parametrize("side", ["engine", "sender"])

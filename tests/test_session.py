@@ -192,7 +192,7 @@ def test_a_trainer_whose_memory_moved_finds_no_engine_paused_while_it_is_mapped_
     monkeypatch.setattr(
         one.session, "_replan", lambda deadline: (paused.append(one.engines[0].paused), replan(deadline))[1]
     )
-    one.publisher.withdraw()
+    one.publisher._offer.void()  # as memory that was freed without a word
     one.train(2)
     eventually(lambda: one.session._readiness._marked == {0: 2})
     before = len(one.engines[0].paths())
@@ -202,6 +202,19 @@ def test_a_trainer_whose_memory_moved_finds_no_engine_paused_while_it_is_mapped_
     assert [note.split(":")[0] for note in report.notes if "to map" in note] == ["mapped anew"]
     paths = one.engines[0].paths()[before:]
     assert paused == [False] and paths.count("/pause_generation") == 2, paths
+    assert_serves(one.engines[0], one.tensors, 2)
+
+
+def test_an_engine_is_not_paused_before_memory_that_was_withdrawn_is_mapped_anew(world):
+    one = world(engine())
+    one.push(1)
+    one.publisher.withdraw()
+    one.train(2)
+    eventually(lambda: one.session._readiness._marked == {0: 2})
+    before = len(one.engines[0].paths())
+    one.session.push(PushRequest(step=2))
+    paths = one.engines[0].paths()[before:]
+    assert paths.count("/pause_generation") == paths.count("/continue_generation") == 1, paths
     assert_serves(one.engines[0], one.tensors, 2)
 
 

@@ -8,17 +8,17 @@ one, and take for it the bytes of the one that it refused.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from weightsync.deadline import Deadline
 from weightsync.engines import Tensors, Update
-from weightsync.errors import EngineRejected, TransferError, TransferTimeout, WeightSyncError
+from weightsync.errors import EngineLost, EngineRejected, TransferError, TransferTimeout, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.groups import CLOSE_S, NAME, EngineGroup, quietly, together
 from weightsync.nodes import Nodes, Place
+from weightsync.receivers import PING_S
 from weightsync.spec import Segment
 from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Fill, FillBucket, Finish
 from weightsync.transports.node import SenderLike
@@ -33,20 +33,16 @@ leave it there for ever."""
 class Turn:
     """A bucket's place in the order of a group.
 
-    ``granted``: the engine takes part, ``begun``: the sender does, ``over``: the engine has the bytes. All are set,
-    too, when something failed.
+    ``begun``: the sender has begun with it, ``granted``: the engine takes part, ``over``: the engine has the bytes. All
+    are set, too, when something failed.
     """
 
     def __init__(self, before: Turn | None) -> None:
         self.before = before
-        self.granted, self.begun, self.over = threading.Event(), threading.Event(), threading.Event()
-
-    def may_follow(self, deadline: Deadline) -> bool:
-        """Wait until the next one's turn has come; False if it does not."""
-        return self.granted.wait(deadline.remaining_s()) and self.begun.wait(deadline.remaining_s())
+        self.begun, self.granted, self.over = threading.Event(), threading.Event(), threading.Event()
 
     def end(self) -> None:
-        for event in (self.granted, self.begun, self.over):
+        for event in (self.begun, self.granted, self.over):
             event.set()
         self.before = None
 
@@ -93,7 +89,7 @@ class BroadcastGroup(EngineGroup):
             self._joined = True
 
     def turn(self) -> Turn:
-        """The next place in the order; whoever takes one must come ``in_turn``. Updates are made in the same order."""
+        """The next place in the order; whoever takes one must ``send``. Updates are made in the same order."""
         self._last = Turn(self._last)
         return self._last
 
@@ -107,61 +103,45 @@ class BroadcastGroup(EngineGroup):
         made = self.link.client.update_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
         return _Probe(made) if tensors is PROBE else made
 
-    @contextlib.contextmanager
-    def in_turn(
-        self, turn: Turn, update: Update, deadline: Deadline, what: str, first: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """Do what comes ``first``, then wait for a place in the order, to ``send`` there.
+    def send(
+        self,
+        turn: Turn,
+        update: Update,
+        request: Broadcast,
+        deadline: Deadline,
+        what: str,
+        *,
+        first: Callable[[], None] = lambda: None,
+        asking: Callable[[], None] = lambda: None,
+        step: Callable[[], Deadline] | None = None,
+    ) -> None:
+        """Broadcast one bucket, in turn; returns when the engine has it. The next one's turn comes before that.
 
-        Raises TransferError if one before it failed. An update that is not made then is dropped.
+        The sender begins with it, after what comes ``first``, as soon as it has begun with the one before: only then is
+        there a broadcast for the engine to enter. ``asking`` is called before the engine is asked, which with the bytes
+        takes ``step()`` at most. Raises TransferError, having asked for nothing, if one before it failed.
         """
+        sender, begun = self._senders[0], list[int]()
         try:
             first()
-            if turn.before is not None and not turn.before.may_follow(deadline):
-                raise deadline.error(f"{what}: its turn did not come")
-            if self._failed:
-                raise TransferError(f"{what} was not sent: one before it failed")
-            yield
+            self._wait(turn, "begun", deadline, what)
+            begun.append(sender.call("begin", request, deadline=deadline, returns=int))
+            turn.begun.set()
+            self._wait(turn, "granted", deadline, what)
+            asking()
+            within = step() if step is not None else deadline
+            self._ask(turn, update, begun, within)
+            turn.granted.set()
+            sender.call("finish", Finish(begun[0], within.remaining_s()), deadline=within)
         except WeightSyncError:
-            self._failed = True
+            already, self._failed = self._failed, True
+            if not already:  # whoever failed first ends the sender
+                self._let_finish(turn.before)
+                self.give_up()
             raise
         finally:
             update.drop()
             turn.end()
-
-    def send(self, turn: Turn, update: Update, request: Broadcast, deadline: Deadline) -> None:
-        """Broadcast one bucket, in turn; returns when the engine has taken it. The next turn comes before that."""
-        sender, begun = self._senders[0], list[int]()
-
-        def ask() -> None:
-            try:
-                update.make(deadline)
-                turn.granted.set()
-            except TransferTimeout:
-                raise  # it is stalled: nothing is to be waited for
-            except WeightSyncError as e:
-                self._failed = True
-                if (cause := self._cause(turn, begun)) is None:
-                    raise
-                cause.message = f"{cause.message}; then the engine: {e.message}"
-                raise cause from e
-
-        def begin() -> None:
-            try:
-                begun.append(sender.call("begin", request, deadline=deadline, returns=int))
-                turn.begun.set()
-            except WeightSyncError:
-                self._failed = True
-                if sender.alive:
-                    self._let_finish(turn.before)
-                raise
-
-        together(ask, begin, self.give_up)
-        try:
-            sender.call("finish", Finish(begun[0], deadline.remaining_s()), deadline=deadline)
-        except WeightSyncError:
-            self.give_up()
-            raise
 
     def close(self) -> None:
         """Have the engine leave, and end the sender."""
@@ -170,8 +150,46 @@ class BroadcastGroup(EngineGroup):
             quietly(lambda: self.link.client.destroy_weights_update_group(self._name, deadline))
         self.give_up()
 
-    def _cause(self, turn: Turn, begun: list[int]) -> WeightSyncError | None:
-        """Why the engine failed, if it is that the sender is gone; else what is under way is let finish."""
+    def _wait(self, turn: Turn, event: str, deadline: Deadline, what: str) -> None:
+        """Until the one before it has come so far. Raises TransferError if one failed, TransferTimeout."""
+        if turn.before is not None and not getattr(turn.before, event).wait(deadline.remaining_s()):
+            raise deadline.error(f"{what}: its turn did not come")
+        if self._failed:
+            raise TransferError(f"{what} was not sent: one before it failed")
+
+    def _ask(self, turn: Turn, update: Update, begun: list[int], deadline: Deadline) -> None:
+        """Have the engine take part. An error of it comes when nothing is under way any more, if that may end."""
+        try:
+            update.make(deadline)
+        except TransferTimeout:
+            self._failed = True
+            self.give_up()  # it is stalled: nothing is to be waited for
+            raise
+        except EngineLost:
+            if not self._is_there():
+                self._failed = True
+                self.give_up()
+                raise
+            self._let_engine_finish(turn, begun)
+            raise
+        except WeightSyncError as e:
+            if (cause := self._let_engine_finish(turn, begun)) is None:
+                raise
+            cause.message = f"{cause.message}; then the engine: {e.message}"
+            raise cause from e
+
+    def _is_there(self) -> bool:
+        """Whether the engine's process still answers, as one does that is in a broadcast."""
+        try:
+            self.link.client.weight_version(Deadline(PING_S, f"asking {self.link.url} for its version"))
+        except EngineLost:
+            return False
+        except WeightSyncError:
+            return True
+        return True
+
+    def _let_engine_finish(self, turn: Turn, begun: list[int]) -> WeightSyncError | None:
+        """Wait for what is under way. Returns why the engine failed, if it is that the sender is gone."""
         self._let_finish(turn.before)
         grace = Deadline(_GRACE_S, "letting the engine finish")
         try:
@@ -193,10 +211,22 @@ class BroadcastGroup(EngineGroup):
         super().unmap(deadline)
 
     def _send_probe(self, probe: Segment, deadline: Deadline) -> None:
-        what, turn = "the first message of the group", self.turn()
+        """Ask and begin at once: with the first message NCCL connects, so each side waits for the other."""
+        what, sender, begun = "the first message of the group", self._senders[0], list[int]()
+        request = Broadcast(probe, PROBE_BYTES, deadline.remaining_s())
         update = self.update(PROBE, True, what, deadline)
-        with self.in_turn(turn, update, deadline, what):
-            self.send(turn, update, Broadcast(probe, PROBE_BYTES, deadline.remaining_s()), deadline)
+        try:
+            together(
+                lambda: update.make(deadline),
+                lambda: begun.append(sender.call("begin", request, deadline=deadline, returns=int)),
+                self.give_up,
+            )
+            sender.call("finish", Finish(begun[0], deadline.remaining_s()), deadline=deadline)
+        except WeightSyncError:
+            self.give_up()
+            raise
+        finally:
+            update.drop()
 
     def _prepare(self, deadline: Deadline) -> None:
         if self._fill is not None and self._prepared is not self._senders[0]:

@@ -49,10 +49,8 @@ class Pausing:
                 self._begun[link.url] = self._fanout.submit(partial(self._alone, link))
 
     def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
-        """Pause all of ``links`` that are not paused yet; an outcome a link."""
-        later = [link for link in links if link.url not in self._begun]
-        paused = dict(zip([link.url for link in later], self._fanout.each(self._pause, later), strict=True))
-        return [self._begun[li.url].result() if li.url in self._begun else paused[li.url] for li in links]
+        """Pause all of ``links`` that are not paused yet, and flush those that are flushed then; an outcome a link."""
+        return self._fanout.each(self._paused, links)
 
     def settle(self, link: EngineLink, within_s: float) -> None:
         """Wait for a pause that was begun: what undoes it must not overtake it. TransferTimeout if it does not end."""
@@ -70,6 +68,13 @@ class Pausing:
             link.client.resume(Deadline(within_s, "letting an engine go on"))
         link.progress.paused = False
 
+    def _paused(self, link: EngineLink) -> None:
+        if link.url not in self._begun:
+            self._pause(link)
+        elif (error := self._begun[link.url].result()) is not None:  # it began before any that is waited for here
+            raise error
+        self._flushing.after_pause(link)
+
     def _alone(self, link: EngineLink) -> WeightSyncError | None:
         return self._fanout.each(self._pause, [link])[0]
 
@@ -82,7 +87,6 @@ class Pausing:
         link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
         if self._config.pause == "in_place":
             self.notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
-        self._flushing.after_pause(link)
 
     def _drain(self, link: EngineLink) -> bool:
         """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""

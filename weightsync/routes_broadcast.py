@@ -192,14 +192,20 @@ class BroadcastRoute(BucketRoute):
         group = self._groups[link.url]
         turn, update = group.turn(), group.update(tensors, not parts, what, _within(deadline))
 
-        def fill() -> None:
-            group.fill(number, _within(deadline))
+        def asking() -> None:
+            link.progress.applied = True  # before the call: one that times out may still be loaded
 
         def send() -> int:
-            link.progress.applied = True  # before the call: one that times out may still be loaded
-            with group.in_turn(turn, update, deadline, what, first=fill):
-                within = _within(deadline)
-                group.send(turn, update, Broadcast(segment, planned.nbytes, within.remaining_s(), parts), within)
+            group.send(
+                turn,
+                update,
+                Broadcast(segment, planned.nbytes, deadline.remaining_s(), parts),
+                deadline,
+                what,
+                first=lambda: group.fill(number, _within(deadline)),
+                asking=asking,
+                step=lambda: _within(deadline),
+            )
             return planned.nbytes
 
         return send

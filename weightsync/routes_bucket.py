@@ -226,7 +226,8 @@ class BucketRoute:
             if error is None:
                 link.progress.num_bytes += future.result()
             elif isinstance(error, WeightSyncError):
-                outcomes[link.url] = outcomes[link.url] or error
+                if outcomes[link.url] is None or isinstance(error, EngineLost):  # which all else may follow from
+                    outcomes[link.url] = error
             else:
                 raise error
 

@@ -219,6 +219,10 @@ class Session:
                 raise SourcesMoved("it was withdrawn")
             yield
 
+    def _is_mapped(self) -> bool:
+        """Whether nobody has said that the next push must map memory anew."""
+        return all(export.generation >= 0 for export in self._exports.values())
+
     def _export_notes(self) -> list[str]:
         return [f"training rank {rank}: {note}" for rank, e in self._exports.items() for note in e.notes]
 
@@ -272,7 +276,7 @@ class Session:
             fanout=self._fanout,
             deadline=deadline,
             alone=partial(self._still_mapped, self._tenure.ended, deadline),
-            may_pause_early=lambda link: self._readiness.is_ready_beside(link, step),
+            may_pause_early=lambda link: self._is_mapped() and self._readiness.is_ready_beside(link, step),
         )
 
     def _reconnect(self, gone: list[EngineLink], deadline: Deadline) -> None:

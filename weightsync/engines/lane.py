@@ -86,7 +86,7 @@ class Lane:
         """Never make that request, if it was not made. Idempotent."""
         if held in self._unmade:
             self._unmade.remove(held)
-            if held is self._ahead:
+            if held is self._ahead and not self._busy:  # else whoever comes next closes the connection
                 self._ahead = None
                 self.close()
 
@@ -98,7 +98,7 @@ class Lane:
 
     def _write_ahead(self, held: Held, deadline: Deadline) -> None:
         stream = self._usable()
-        if stream is None or self._unmade[0] is not held:
+        if stream is None or self._ahead is not None or self._unmade[0] is not held:
             return
         held.stream, self._ahead = stream, held
         try:
@@ -147,9 +147,9 @@ class Lane:
             if event is h11.NEED_DATA:
                 _wait_readable(stream, deadline)
                 data = stream.read(READ_BYTES, timeout=_left(deadline))
-                if not data:
+                if not data and not status:
                     raise httpcore.ReadError("the server closed it before it had answered")
-                parser.receive_data(data)
+                parser.receive_data(data)  # an answer may end with the connection
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
