@@ -257,7 +257,7 @@ def test_an_engine_that_fails_a_bucket_may_finish_the_one_before_first(error):
     group = Sending(sender, make)
     first, second, third = group(3)
     assert first is None and second is error
-    assert "one before it failed" in str(third) and group.asked == ["bucket 1", "bucket 2"]
+    assert "another one failed" in str(third) and group.asked == ["bucket 1", "bucket 2"]
     kill = sender.said.index("kill")
     assert {"finish 0", "finish 1"} <= set(sender.said[:kill])
 
@@ -290,7 +290,7 @@ def test_an_engine_is_asked_for_nothing_that_its_sender_cannot_begin_with():
     sender = Unable()
     group = Sending(sender)
     first, second, third = group(3)
-    assert first is None and "CUDA out of memory" in str(second) and "one before it failed" in str(third)
+    assert first is None and "CUDA out of memory" in str(second) and "another one failed" in str(third)
     assert group.asked == ["bucket 1"]
     assert sender.said.index("finish 0") < sender.said.index("kill")
 
@@ -311,6 +311,18 @@ def test_a_bucket_that_cannot_be_filled_leaves_the_one_before_alone():
     first, second = group(2, fill)
     assert first is None and "not mapped" in str(second) and group.asked == ["bucket 1"]
     assert sender.said.index("finish 0") < sender.said.index("kill")
+
+
+def test_a_fault_of_our_own_asks_for_nothing_more():
+    def fill(what: str) -> None:
+        if what == "bucket 1":
+            raise KeyError("bug")
+
+    sender = FakeSender()
+    group = Sending(sender)
+    first, second = group(2, fill)
+    assert isinstance(first, KeyError) and "another one failed: 'bug'" in str(second)
+    assert group.asked == [] and "kill" in sender.said
 
 
 def test_an_engine_that_was_asked_for_nothing_is_not_fenced(world, monkeypatch):

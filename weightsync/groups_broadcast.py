@@ -53,7 +53,8 @@ class BroadcastGroup(EngineGroup):
     def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, device: str) -> None:
         super().__init__(link, fanout, nodes, [Place("", device)])
         self._name = ""
-        self._failed = False
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None  # the first, after which nothing more is asked for
         self._last: Turn | None = None
         self._fill: Fill | None = None
         self._prepared: SenderLike | None = None
@@ -71,9 +72,9 @@ class BroadcastGroup(EngineGroup):
 
     def ready(self, probe: Segment, deadline: Deadline) -> None:
         """Make the group if there is none that works, and send the first byte of ``probe`` through it."""
-        if self._failed:
+        if self._failure is not None:
             self.give_up()
-            self._failed, self._last = False, None
+            self._failure, self._last = None, None
         for number in range(_NAMES_TRIED):
             self.started(deadline)
             self._prepare(deadline)
@@ -119,23 +120,22 @@ class BroadcastGroup(EngineGroup):
 
         The sender begins with it, after what comes ``first``, as soon as it has begun with the one before: only then is
         there a broadcast for the engine to enter. ``asking`` is called before the engine is asked, which with the bytes
-        takes ``step()`` at most. Raises TransferError, having asked for nothing, if one before it failed.
+        takes ``step()`` at most. Raises TransferError, having asked for nothing, if another one failed.
         """
-        sender, begun = self._senders[0], list[int]()
+        sender = self._senders[0]
         try:
             first()
             self._wait(turn, "begun", deadline, what)
-            begun.append(sender.call("begin", request, deadline=deadline, returns=int))
+            number = sender.call("begin", request, deadline=deadline, returns=int)
             turn.begun.set()
             self._wait(turn, "granted", deadline, what)
             asking()
             within = step() if step is not None else deadline
-            self._ask(turn, update, begun, within)
+            self._ask(turn, update, number, within)
             turn.granted.set()
-            sender.call("finish", Finish(begun[0], within.remaining_s()), deadline=within)
-        except WeightSyncError:
-            already, self._failed = self._failed, True
-            if not already:  # whoever failed first ends the sender
+            sender.call("finish", Finish(number, within.remaining_s()), deadline=within)
+        except BaseException as e:
+            if self._fail(e):  # the first ends the sender
                 self._let_finish(turn.before)
                 self.give_up()
             raise
@@ -154,26 +154,32 @@ class BroadcastGroup(EngineGroup):
         """Until the one before it has come so far. Raises TransferError if one failed, TransferTimeout."""
         if turn.before is not None and not getattr(turn.before, event).wait(deadline.remaining_s()):
             raise deadline.error(f"{what}: its turn did not come")
-        if self._failed:
-            raise TransferError(f"{what} was not sent: one before it failed")
+        if self._failure is not None:
+            raise TransferError(f"{what} was not sent, since another one failed: {self._failure}")
 
-    def _ask(self, turn: Turn, update: Update, begun: list[int], deadline: Deadline) -> None:
+    def _fail(self, error: BaseException) -> bool:
+        """Nothing more is asked for. True for the first failure."""
+        with self._lock:
+            first, self._failure = self._failure is None, self._failure or error
+        return first
+
+    def _ask(self, turn: Turn, update: Update, number: int, deadline: Deadline) -> None:
         """Have the engine take part. An error of it comes when nothing is under way any more, if that may end."""
         try:
             update.make(deadline)
-        except TransferTimeout:
-            self._failed = True
+        except TransferTimeout as e:
+            self._fail(e)
             self.give_up()  # it is stalled: nothing is to be waited for
             raise
-        except EngineLost:
-            if not self._is_there():
-                self._failed = True
+        except EngineLost as e:
+            if self._is_there():
+                self._let_engine_finish(turn, number)
+            else:
+                self._fail(e)
                 self.give_up()
-                raise
-            self._let_engine_finish(turn, begun)
             raise
         except WeightSyncError as e:
-            if (cause := self._let_engine_finish(turn, begun)) is None:
+            if (cause := self._let_engine_finish(turn, number)) is None:
                 raise
             cause.message = f"{cause.message}; then the engine: {e.message}"
             raise cause from e
@@ -185,16 +191,15 @@ class BroadcastGroup(EngineGroup):
         except EngineLost:
             return False
         except WeightSyncError:
-            return True
+            pass
         return True
 
-    def _let_engine_finish(self, turn: Turn, begun: list[int]) -> WeightSyncError | None:
+    def _let_engine_finish(self, turn: Turn, number: int) -> WeightSyncError | None:
         """Wait for what is under way. Returns why the engine failed, if it is that the sender is gone."""
         self._let_finish(turn.before)
         grace = Deadline(_GRACE_S, "letting the engine finish")
         try:
-            for number in begun:
-                self._senders[0].call("finish", Finish(number, grace.remaining_s()), deadline=grace)
+            self._senders[0].call("finish", Finish(number, grace.remaining_s()), deadline=grace)
         except WeightSyncError as e:
             return None if self._senders[0].alive else e
         return None
