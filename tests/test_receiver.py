@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync import receiver as wire
-from weightsync import receiver_session
+from weightsync import receiver, receiver_session
+from weightsync import receiver_wire as wire
 from weightsync.boxes import dense_strides, whole
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineLost, PlanError, TransferError, VerifyMismatch
@@ -81,7 +81,7 @@ def deadline() -> Deadline:
 def send(model: nn.Module, command: wire.Attach | wire.Pull) -> None:
     """What SGLang does with a payload: unpickle it and call the loader. Its answer is dropped."""
     named_tensors = pickle.loads(base64.b64decode(wire.payload(command)))
-    assert wire.load(model, named_tensors) is None
+    assert receiver.load(model, named_tensors) is None
 
 
 class Trainer:
@@ -391,7 +391,7 @@ def test_an_error_while_finalising_is_told_and_never_raised(rig):
     "named_tensors", [[], [("a", torch.zeros(3))], [("weightsync", torch.zeros(4, dtype=torch.uint8))]]
 )
 def test_nonsense_is_swallowed(named_tensors):
-    assert wire.load(Served(), named_tensors) is None
+    assert receiver.load(Served(), named_tensors) is None
 
 
 def test_an_actor_that_is_gone_does_not_hold_the_engine_up():
@@ -474,5 +474,5 @@ def test_a_revoked_pull_keeps_nobody_waiting(rig):
 def test_preparing_to_verify_changes_nothing_that_verifying_says(rig):
     rig.install(verified=True)
     before = rig.call("verify", returns=list[int])
-    wire._sessions[rig.model]._prepare_to_verify()
+    receiver._sessions[rig.model]._prepare_to_verify()
     assert rig.call("verify", returns=list[int]) == before

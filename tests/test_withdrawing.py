@@ -13,7 +13,7 @@ from tests.fakes.engine import UPDATE
 from tests.senders import Shared, children, stock
 from tests.test_publisher import own_files
 from tests.test_session import World, assert_serves, engine
-from weightsync import receiver as wire
+from weightsync import receiver_wire as wire
 from weightsync import routes_nccl
 from weightsync.config import EngineConfig
 from weightsync.consumers import Consumers

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from weightsync import receiver as wire
+from weightsync import receiver_wire as wire
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.live import LiveWeights

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weightsync import receiver as wire
+from weightsync import receiver_wire as wire
 from weightsync.config import Config, EngineConfig
 from weightsync.deadline import Deadline
 from weightsync.engines import Engine, EngineInfo

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from weightsync import receiver as wire
+from weightsync import receiver_wire as wire
 from weightsync.boxes import volume
 from weightsync.config import BUCKET_BYTES, Config
 from weightsync.deadline import Deadline

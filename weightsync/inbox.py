@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weightsync.consumers import Marked, Withdrawn
 from weightsync.deadline import Deadline
-from weightsync.receiver import Announcement
+from weightsync.receiver_wire import Announcement
 
 logger = logging.getLogger(__name__)
 

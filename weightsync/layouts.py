@@ -8,7 +8,7 @@ import torch
 
 from weightsync.devices import uuid_of, visible_uuids
 from weightsync.live import LiveWeights
-from weightsync.receiver import BOOT_ID
+from weightsync.receiver_wire import BOOT_ID
 from weightsync.spec import Layout, Param
 from weightsync.trace import Trace
 from weightsync.versions import library_versions

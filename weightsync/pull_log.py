@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from weightsync.receiver import PullResult, ResultRequest
+from weightsync.receiver_wire import PullResult, ResultRequest
 
 _MAX_RESULTS = 64
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weightsync import collector, devices
-from weightsync import receiver as wire
+from weightsync import receiver_wire as wire
 from weightsync.errors import PlanError, TransferError, VerifyMismatch
 from weightsync.exchanging import ExchangedPlan, Membership
 from weightsync.fingerprint import Fingerprinter

@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from weightsync import receiver as wire
+from weightsync import receiver_wire as wire
 from weightsync.deadline import Deadline
 from weightsync.engines import Engine
 from weightsync.errors import EngineLost, PlanError, WeightSyncError

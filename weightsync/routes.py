@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from weightsync import receiver as wire
+from weightsync import receiver_wire as wire
 from weightsync.deadline import Deadline
 from weightsync.devices import contexts_elsewhere
 from weightsync.errors import ConfigError, WeightSyncError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.servers import BOOT_SEED, PADDED_TIED, Kind, Servers, ask
-from weightsync import receiver as wire
+from weightsync import receiver_wire as wire
 from weightsync.boxes import dense_strides, whole
 from weightsync.config import Config
 from weightsync.deadline import Deadline
