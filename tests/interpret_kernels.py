@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import torch
 
 from weightsync import fingerprint_cuda
-from weightsync.fingerprint import MASK, fingerprint
+from weightsync.fingerprint import fingerprint
+from weightsync.fingerprint_weights import MASK
 from weightsync.transports import cuda_copy, cuda_tables
 from weightsync.transports.cuda_tables import chunks_of, split
 

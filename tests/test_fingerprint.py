@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import PlanError
-from weightsync.fingerprint import MASK, fingerprint, fingerprint_many, weight
+from weightsync.fingerprint import fingerprint, fingerprint_many
+from weightsync.fingerprint_weights import MASK, weight
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8,

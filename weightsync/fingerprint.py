@@ -19,33 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from weightsync.errors import PlanError
+from weightsync.fingerprint_weights import MASK, MASK31, Item, weight
 
-MASK = (1 << 64) - 1
-_MASK31 = (1 << 31) - 1
 _ROW_WORDS = 1 << 12  # 2**12 words * 2**16 * 2**16 < 2**53: every partial sum is exact in float64
-_PIECE_WORDS = (
-    1 << 19
-)  # scratch of 4 MiB: an engine's event loop makes a thread wait at every operation, so few of them
+_PIECE_WORDS = 1 << 19  # scratch of 4 MiB: few operations, for an engine's event loop makes a thread wait at each
 _BLOCK_WORDS = 1 << 23  # shares one set of multipliers; a copy of it (strided views) takes 16 MiB
 _BLOCK_ROWS = 1 << 16
-
-Item = tuple[torch.Tensor, Sequence[int]]
-
-
-def weight[T: (int, torch.Tensor)](dim: int, index: T) -> T:
-    """The weight of ``index`` of dim ``dim``, or of each of an int64 tensor of them: odd, below 2**32, no two the same.
-
-    Indices are below 2**31.
-
-    Every step is a bijection on 31 bits: odd multiplier, xor with a shifted self, xor with a constant of the dim.
-    """
-    h = (index * 0x2C1B3C6D) & _MASK31
-    h = h ^ (h >> 15) ^ (((dim + 1) * 0x1E3779B1) & _MASK31)
-    h = (h * 0x297A2D39) & _MASK31
-    h = h ^ (h >> 13)
-    h = (h * 0x5F356495) & _MASK31
-    h = h ^ (h >> 16)
-    return h * 2 + 1
 
 
 def fingerprint(tensor: torch.Tensor, origin: Sequence[int], dtype: torch.dtype | None = None) -> int:
@@ -183,7 +162,7 @@ def _row_weights(origin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tenso
 
 
 def _weights(dim: int, start: int, count: int) -> torch.Tensor:
-    assert start + count <= _MASK31, f"dim {dim} is longer than 2**31 elements"
+    assert start + count <= MASK31, f"dim {dim} is longer than 2**31 elements"
     return weight(dim, torch.arange(start, start + count))
 
 

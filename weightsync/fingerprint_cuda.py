@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from weightsync.errors import PlanError
-from weightsync.fingerprint import MASK, Item, weight
+from weightsync.fingerprint_weights import MASK, Item, weight
 from weightsync.transports.cuda_tables import tiles_of
 
 _RAW = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}

@@ -13,7 +13,8 @@ from tests.trainers.ranks import Ranks, unsharded
 from tests.trainers.reading import Reading
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError
-from weightsync.fingerprint import MASK, fingerprint
+from weightsync.fingerprint import fingerprint
+from weightsync.fingerprint_weights import MASK
 from weightsync.publisher import SealRequest
 from weightsync.spec import Sealed
 from weightsync.trainers.dtensor_v2 import reader
