@@ -19,7 +19,7 @@ from tests.fakes.rows import RowTrainer
 from tests.row_world import SHAPES, RowWorld
 from tests.senders import Shared, stock
 from tests.test_session import engine
-from weightsync import nodes, routes_broadcast, routes_nccl
+from weightsync import groups_broadcast, nodes, routes_nccl
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
 from weightsync.routes_nccl import check_fits
@@ -138,7 +138,7 @@ def test_a_sender_on_another_node_that_was_killed_is_replaced(cluster, actors, k
 def test_a_sender_that_stalls_on_another_node_ends_by_the_deadline_and_the_next_push_heals(
     cluster, actors, monkeypatch
 ):
-    monkeypatch.setattr(routes_broadcast, "MIN_STALL_S", 2.0)
+    monkeypatch.setattr(groups_broadcast, "MIN_STALL_S", 2.0)
     one = cluster([HERE, B], stock(2), timeout_s=12.0)
     one.push(1)
     for sender in senders_of(actors[B]):

@@ -145,7 +145,7 @@ def test_a_server_that_closes_connections_now_and_then(world, monkeypatch, how):
 
 
 def test_buckets_that_each_take_less_than_one_may_are_no_stall(world, monkeypatch):
-    monkeypatch.setattr(routes_broadcast, "MIN_STALL_S", 1.0)
+    monkeypatch.setattr(groups_broadcast, "MIN_STALL_S", 1.0)
     one = world(stock(), timeout_s=8.0)  # one may take 2 s
     one.push(1, timeout_s=60)
     one.engines[0].misbehave(DISTRIBUTED, "slow", times=100, seconds=1.2)
@@ -214,7 +214,8 @@ class Sending:
         self.asked: list[str] = []
         self._make, self._there = make, there
         info = SimpleNamespace(nccl_variables={}, tp_size=1, device="cpu")
-        link = SimpleNamespace(info=info, url="http://127.0.0.1:1", client=self)
+        progress = SimpleNamespace(applied=False)
+        link = SimpleNamespace(info=info, url="http://127.0.0.1:1", client=self, progress=progress)
         nodes = SimpleNamespace(meeting_host=lambda *_: "127.0.0.1")
         self._fanout = Fanout("test")
         self._group = groups_broadcast.BroadcastGroup(link, self._fanout, nodes, "")
@@ -227,18 +228,20 @@ class Sending:
 
     def __call__(self, count: int, first: Callable[[str], None] = lambda what: None) -> list[WeightSyncError | None]:
         """How that many buckets end; ``first``: what comes before each."""
-        whats = [f"bucket {number + 1}" for number in range(count)]
-        turns = [self._group.turn() for _ in whats]
-        futures = [self._fanout.submit(partial(self._send, *one, first)) for one in zip(turns, whats, strict=True)]
+        self._group.fill = lambda number, deadline: first(f"bucket {number + 1}")
+        turns = [self._group.turn() for _ in range(count)]
+        futures = [self._fanout.submit(partial(self._send, turn, number)) for number, turn in enumerate(turns)]
         return [future.exception(10) for future in futures]
 
-    def _send(self, turn, what: str, first: Callable[[str], None]) -> None:
+    def _send(self, turn, number: int) -> None:
+        what = f"bucket {number + 1}"
+
         def make(deadline: Deadline) -> None:
             self.asked.append(what)
             self._make(what)
 
         update, deadline = SimpleNamespace(make=make, drop=lambda: None), Deadline(5, "test")
-        self._group.send(turn, update, Broadcast(SEGMENT, 1, 5.0), deadline, what, first=lambda: first(what))
+        self._group.send(turn, update, number, Broadcast(SEGMENT, 1, 5.0), deadline, what)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +452,7 @@ def test_a_dead_engine_wedges_no_other(world, how):
 
 
 def test_a_stalled_engine_is_given_up_in_time_fenced_and_healed_by_the_next_push(world, monkeypatch):
-    monkeypatch.setattr(routes_broadcast, "MIN_STALL_S", 1.0)
+    monkeypatch.setattr(groups_broadcast, "MIN_STALL_S", 1.0)
     one = world(stock(), stock(), on_engine_failure="exclude", timeout_s=20.0)
     one.push(1)
     one.engines[1].misbehave(DISTRIBUTED, "slow", at=3, seconds=8.0)

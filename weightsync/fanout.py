@@ -33,6 +33,10 @@ class Fanout:
         """Start ``function`` on its own; returns its future."""
         return self._pool.submit(function)
 
+    def begin[T, R](self, function: Callable[[T], R], peer: T) -> Future[R | WeightSyncError]:
+        """Start ``function(peer)`` on its own; returns the future of what ``each`` would give for it."""
+        return self._pool.submit(_guarded, function, peer)
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -34,7 +34,7 @@ class Flushing:
     def before_move(self, link: EngineLink) -> None:
         """Begin now, if it was not done before."""
         if self._may_be_beside(link):
-            self._begun[link.url] = self._fanout.submit(lambda: self._fanout.each(self._flush, [link])[0])
+            self._begun[link.url] = self._fanout.begin(self._flush, link)
 
     def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
         """Wait for the flushes of ``links`` that were begun, and for no other engine's; an outcome a link."""

@@ -9,7 +9,6 @@ one, and take for it the bytes of the one that it refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from weightsync.deadline import Deadline
 from weightsync.engines import Tensors, Update
@@ -24,6 +23,10 @@ from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Fill, FillBucket,
 from weightsync.transports.node import SenderLike
 
 PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])
+MIN_STALL_S = 5.0
+STALL_SHARE = 0.25
+"""Of the push's time: what one bucket may take before its engine counts as stalled, so that the others still finish."""
+
 _NAMES_TRIED = 8
 _GRACE_S = 2.0
 """What an engine that failed a bucket may still be in the middle of is let finish: a sender killed meanwhile would
@@ -101,42 +104,29 @@ class BroadcastGroup(EngineGroup):
 
     def update(self, tensors: Tensors, flattened: bool, what: str, deadline: Deadline) -> Update:
         """The engine's part of a broadcast, to be made in turn."""
-        made = self.link.client.update_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
-        return _Probe(made) if tensors is PROBE else made
+        return self.link.client.update_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
 
-    def send(
-        self,
-        turn: Turn,
-        update: Update,
-        request: Broadcast,
-        deadline: Deadline,
-        what: str,
-        *,
-        first: Callable[[], None] = lambda: None,
-        asking: Callable[[], None] = lambda: None,
-        step: Callable[[], Deadline] | None = None,
-    ) -> None:
+    def send(self, turn: Turn, update: Update, bucket: int, request: Broadcast, deadline: Deadline, what: str) -> None:
         """Broadcast one bucket, in turn; returns when the engine has it. The next one's turn comes before that.
 
-        The sender begins with it, after what comes ``first``, as soon as it has begun with the one before: only then is
-        there a broadcast for the engine to enter. ``asking`` is called before the engine is asked, which with the bytes
-        takes ``step()`` at most. Raises TransferError, having asked for nothing, if another one failed.
+        The sender begins with it, once it is filled, as soon as it has begun with the one before: only then is there a
+        broadcast for the engine to enter. Raises TransferError, having asked for nothing, if another one failed.
         """
-        sender = self._senders[0]
+        sender, before = self._senders[0], turn.before
         try:
-            first()
-            self._wait(turn, "begun", deadline, what)
+            self.fill(bucket, step_of(deadline))
+            self._wait(before.begun if before else None, deadline, what)
             number = sender.call("begin", request, deadline=deadline, returns=int)
             turn.begun.set()
-            self._wait(turn, "granted", deadline, what)
-            asking()
-            within = step() if step is not None else deadline
+            self._wait(before.granted if before else None, deadline, what)
+            self.link.progress.applied = True  # before the call: one that times out may still be loaded
+            within = step_of(deadline)
             self._ask(turn, update, number, within)
             turn.granted.set()
             sender.call("finish", Finish(number, within.remaining_s()), deadline=within)
         except BaseException as e:
             if self._fail(e):  # the first ends the sender
-                self._let_finish(turn.before)
+                self._let_finish(before)
                 self.give_up()
             raise
         finally:
@@ -150,9 +140,9 @@ class BroadcastGroup(EngineGroup):
             quietly(lambda: self.link.client.destroy_weights_update_group(self._name, deadline))
         self.give_up()
 
-    def _wait(self, turn: Turn, event: str, deadline: Deadline, what: str) -> None:
-        """Until the one before it has come so far. Raises TransferError if one failed, TransferTimeout."""
-        if turn.before is not None and not getattr(turn.before, event).wait(deadline.remaining_s()):
+    def _wait(self, reached: threading.Event | None, deadline: Deadline, what: str) -> None:
+        """Until the one before it, if any, has come so far. Raises TransferError if one failed, TransferTimeout."""
+        if reached is not None and not reached.wait(deadline.remaining_s()):
             raise deadline.error(f"{what}: its turn did not come")
         if self._failure is not None:
             raise TransferError(f"{what} was not sent, since another one failed: {self._failure}")
@@ -220,9 +210,17 @@ class BroadcastGroup(EngineGroup):
         what, sender, begun = "the first message of the group", self._senders[0], list[int]()
         request = Broadcast(probe, PROBE_BYTES, deadline.remaining_s())
         update = self.update(PROBE, True, what, deadline)
+
+        def ask() -> None:
+            try:
+                update.make(deadline)
+            except EngineRejected as e:
+                if PROBE.names[0] not in e.message:  # a loader that takes no unknown names has received it all the same
+                    raise
+
         try:
             together(
-                lambda: update.make(deadline),
+                ask,
                 lambda: begun.append(sender.call("begin", request, deadline=deadline, returns=int)),
                 self.give_up,
             )
@@ -255,16 +253,7 @@ class BroadcastGroup(EngineGroup):
             raise
 
 
-class _Probe:
-    """The first message's update: a loader that takes no unknown names has received it all the same."""
-
-    def __init__(self, update: Update) -> None:
-        self._update = update
-        self.drop = update.drop
-
-    def make(self, deadline: Deadline) -> None:
-        try:
-            self._update.make(deadline)
-        except EngineRejected as e:
-            if PROBE.names[0] not in e.message:
-                raise
+def step_of(deadline: Deadline) -> Deadline:
+    """What one step of a push may take."""
+    allowed_s = max(MIN_STALL_S, deadline.timeout_s * STALL_SHARE)
+    return Deadline(min(allowed_s, deadline.remaining_s()), f"{deadline.what}, a step of it")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 
 from weightsync.config import Config
 from weightsync.deadline import Deadline
@@ -46,7 +45,7 @@ class Pausing:
         """Begin now, where it may be beside."""
         for link in links:
             if self._config.pause != "none" and not link.had_requests and self._may_be_beside(link):
-                self._begun[link.url] = self._fanout.submit(partial(self._alone, link))
+                self._begun[link.url] = self._fanout.begin(self._pause, link)
 
     def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
         """Pause all of ``links`` that are not paused yet, and flush those that are flushed then; an outcome a link."""
@@ -74,9 +73,6 @@ class Pausing:
         elif (error := self._begun[link.url].result()) is not None:  # it began before any that is waited for here
             raise error
         self._flushing.after_pause(link)
-
-    def _alone(self, link: EngineLink) -> WeightSyncError | None:
-        return self._fanout.each(self._pause, [link])[0]
 
     def _pause(self, link: EngineLink) -> None:
         link.progress.paused = True  # before the call: one that times out may still take effect

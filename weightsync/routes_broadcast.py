@@ -11,7 +11,7 @@ from weightsync.engines import Tensors
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.gathering import GatherGroup, gathered, to_gather
-from weightsync.groups_broadcast import BroadcastGroup
+from weightsync.groups_broadcast import BroadcastGroup, step_of
 from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.routes import Outcome
@@ -35,10 +35,6 @@ PART_BYTES = 4 << 20
 """Of a larger one, tensors that are as large as that, on average, are broadcast each by itself."""
 PLAIN = ("float32", "bfloat16", "float16")
 """What every torch gives to NCCL."""
-
-MIN_STALL_S = 5.0
-STALL_SHARE = 0.25
-"""Of the push's time: what one bucket may take before its engine counts as stalled, so that the others still finish."""
 
 
 class BroadcastRoute(BucketRoute):
@@ -160,7 +156,7 @@ class BroadcastRoute(BucketRoute):
         gathering = None
         if self._gather is not None:
             gather = self._gather
-            gathering = self._fanout.submit(lambda: gather.fill(number, _within(deadline)))
+            gathering = self._fanout.submit(lambda: gather.fill(number, step_of(deadline)))
         super()._fill(number, deadline)
         if gathering is not None:
             gathering.result()
@@ -170,7 +166,7 @@ class BroadcastRoute(BucketRoute):
         if link.state != "serving":
             group.give_up()  # the engine may have been restarted, or still hold the group that failed
         group.started(deadline)
-        group.ready(_segment(self._arenas[0]), _within(deadline))
+        group.ready(_segment(self._arenas[0]), step_of(deadline))
 
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
         return bucket.without_gaps(tensors, self._bucket_bytes)
@@ -190,22 +186,11 @@ class BroadcastRoute(BucketRoute):
         what, segment = f"bucket {number + 1} of {len(self._buckets)}", _segment(self._arenas[number % 2])
         parts = parts_of(planned)
         group = self._groups[link.url]
-        turn, update = group.turn(), group.update(tensors, not parts, what, _within(deadline))
-
-        def asking() -> None:
-            link.progress.applied = True  # before the call: one that times out may still be loaded
+        turn, update = group.turn(), group.update(tensors, not parts, what, step_of(deadline))
 
         def send() -> int:
-            group.send(
-                turn,
-                update,
-                Broadcast(segment, planned.nbytes, deadline.remaining_s(), parts),
-                deadline,
-                what,
-                first=lambda: group.fill(number, _within(deadline)),
-                asking=asking,
-                step=lambda: _within(deadline),
-            )
+            request = Broadcast(segment, planned.nbytes, deadline.remaining_s(), parts)
+            group.send(turn, update, number, request, deadline, what)
             return planned.nbytes
 
         return send
@@ -227,8 +212,3 @@ def parts_of(planned: bucket.Bucket) -> list[Part]:
 def _segment(arena: bucket.Arena | CudaArena | Memory) -> Segment:
     assert not isinstance(arena, bucket.Arena | CudaArena), "this route makes its own"
     return arena.segment
-
-
-def _within(deadline: Deadline) -> Deadline:
-    allowed_s = max(MIN_STALL_S, deadline.timeout_s * STALL_SHARE)
-    return Deadline(min(allowed_s, deadline.remaining_s()), f"{deadline.what}, a step of it")

@@ -190,7 +190,7 @@ class Client:
         Raises the server's own WeightSyncError, TransferTimeout if no answer comes in time, or ``lost`` at once if the
         connection drops or this client is closed meanwhile: whether the call was carried out is then unknown.
         """
-        frames = [secrets.token_bytes(8), self._token.encode(), method.encode(), _encode(argument)]
+        frames = self._frames(method, argument)
         try:
             link = self._borrow()
             try:
@@ -208,7 +208,7 @@ class Client:
 
     def tell(self, method: str, argument: Any) -> bool:
         """Call ``method`` without waiting for the answer, which nobody reads. False if the connection has dropped."""
-        frames = [secrets.token_bytes(8), self._token.encode(), method.encode(), _encode(argument)]
+        frames = self._frames(method, argument)
         try:
             link = self._borrow()
         except zmq.ZMQError:  # this client was closed
@@ -236,6 +236,9 @@ class Client:
         for link in idle:
             link.close()
         self._context.term()  # ends every wait, and returns when the callers have closed their connections
+
+    def _frames(self, method: str, argument: Any) -> list[bytes]:
+        return [secrets.token_bytes(8), self._token.encode(), method.encode(), _encode(argument)]
 
     def _exchange(self, link: _Link, frames: list[bytes], deadline: Deadline) -> tuple[bytes, bytes]:
         link.socket.send_multipart(frames)

@@ -23,7 +23,7 @@ from weightsync.readiness import Readiness
 from weightsync.route_kinds import make_route
 from weightsync.routes import Route, refuse_rounds
 from weightsync.rpc import Server
-from weightsync.spec import Export, PushRequest, Status, SyncReport, TensorSpec
+from weightsync.spec import Export, Layout, PushRequest, Status, SyncReport, TensorSpec
 from weightsync.tenure import Tenure
 from weightsync.workers import Workers
 
@@ -182,20 +182,23 @@ class Session:
 
     def _export(self, deadline: Deadline) -> None:
         workers, config = self._workers, self._config
-        layouts = {link.url: link.layouts for link in self._links if link.layouts}
         own = {shard.tensor: shard.dtype for d in workers.descriptions.values() for shard in d.shards}
-        dtypes = own | needed_dtypes(layouts, workers.rules, config.rename)
+        dtypes = own | needed_dtypes(self._layouts(), workers.rules, config.rename)
         transport = "cuda_ipc" if any(workers.devices().values()) else "shm"
         self._exports = workers.export(
             dtypes, transport, deadline, arena_bytes=config.arena_bytes, reply=self._server.address
         )
+
+    def _layouts(self) -> dict[str, list[Layout]]:
+        """By engine, what the ranks of those with a receiver need."""
+        return {link.url: link.layouts for link in self._links if link.layouts}
 
     def _make_plan(self, deadline: Deadline) -> None:
         workers, config = self._workers, self._config
         self._plan = build_plan(
             {r: e.shards for r, e in self._exports.items()},
             workers.rules,
-            {link.url: link.layouts for link in self._links if link.layouts},
+            self._layouts(),
             config=config,
             source_devices=workers.devices(),
             source_hosts=workers.hosts(),
@@ -207,15 +210,14 @@ class Session:
         """Have the trainer's memory unmapped everywhere: a rank is about to give it back. The next push maps anew."""
         deadline = Deadline(timeout_s, "letting go of the trainer's memory")
         with self._tenure.alone(deadline, "a push is under way"):
-            self._tenure.ended += 1
             self._exports = {r: msgspec.structs.replace(e, generation=-1) for r, e in self._exports.items()}
             self._fanout.all(lambda route: route.let_go(deadline), list(self._routes.values()))
 
     @contextmanager
-    def _still_mapped(self, ended: int, deadline: Deadline) -> Iterator[None]:
-        """Nobody unmaps anything meanwhile. SourcesMoved if somebody did since ``ended`` was read."""
+    def _still_mapped(self, deadline: Deadline) -> Iterator[None]:
+        """Nobody unmaps anything meanwhile. SourcesMoved if somebody did before."""
         with self._tenure.alone(deadline, "the trainer's memory is being unmapped"):
-            if self._tenure.ended != ended:
+            if not self._is_mapped():
                 raise SourcesMoved("it was withdrawn")
             yield
 
@@ -275,7 +277,7 @@ class Session:
             generations={rank: export.generation for rank, export in self._exports.items()},
             fanout=self._fanout,
             deadline=deadline,
-            alone=partial(self._still_mapped, self._tenure.ended, deadline),
+            alone=partial(self._still_mapped, deadline),
             may_pause_early=lambda link: self._is_mapped() and self._readiness.is_ready_beside(link, step),
         )
 

@@ -10,11 +10,10 @@ from weightsync.deadline import Deadline
 
 
 class Tenure:
-    """A lock with deadlines. ``ended``: how often what was mapped was given up again."""
+    """A lock with deadlines."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.ended = 0
 
     @contextmanager
     def alone(self, deadline: Deadline, what: str) -> Iterator[None]:

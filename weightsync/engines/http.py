@@ -18,6 +18,8 @@ from weightsync.errors import EngineLost
 
 KEEPALIVE_S = 2.0  # below the server's own 5 s, so that no call is written into a connection it is closing
 
+MIN_WAIT_S = 1e-3
+
 
 class Reply(NamedTuple):
     """``to``: what it answers, such as ``POST /flush_cache``."""
@@ -36,6 +38,7 @@ class Http:
 
     def __init__(self, base_url: str) -> None:
         self._url = base_url
+        self._host = host_of(base_url)
         self._pool = httpcore.ConnectionPool(keepalive_expiry=KEEPALIVE_S, max_connections=None)
 
     def call(
@@ -47,7 +50,7 @@ class Http:
         """
         doing = f"{method} {path}"
         with typed(doing, self._url, phase, retry, deadline):
-            return self._exchange(doing, headers_of(self._url, key, body), body, deadline)
+            return self._exchange(doing, headers_of(self._host, key, body), body, deadline)
 
     def close(self) -> None:
         self._pool.close()
@@ -67,9 +70,13 @@ class Http:
         return Reply(doing, reply.status, b"".join(chunks))
 
 
-def headers_of(base_url: str, key: str, body: bytes | None) -> dict[str, str]:
+def host_of(base_url: str) -> str:
+    """As a Host header has it; httpcore's own leaves the brackets of IPv6 out."""
+    return urlsplit(base_url).netloc.rpartition("@")[2]
+
+
+def headers_of(host: str, key: str, body: bytes | None) -> dict[str, str]:
     """Of a request with ``body``, which is JSON."""
-    host = urlsplit(base_url).netloc.rpartition("@")[2]  # httpcore's own leaves the brackets of IPv6 out
     headers = {"Host": host} | ({"Authorization": f"Bearer {key}"} if key else {})
     return headers | ({"Content-Type": "application/json"} if body is not None else {})
 
@@ -98,7 +105,12 @@ class _Remaining(dict[str, float]):
         self._deadline = deadline
 
     def get(self, key: str, default: Any = None) -> float:
-        return max(1e-3, self._deadline.remaining_s())  # 0 would not wait, and look like a broken connection
+        return left_s(self._deadline)
+
+
+def left_s(deadline: Deadline) -> float:
+    """What a socket may still wait, never 0: that would not wait, and look like a broken connection."""
+    return max(MIN_WAIT_S, deadline.remaining_s())
 
 
 def _reason(error: Exception) -> str:

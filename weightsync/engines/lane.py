@@ -19,10 +19,9 @@ import h11
 import httpcore
 
 from weightsync.deadline import Deadline
-from weightsync.engines.http import KEEPALIVE_S, Reply, headers_of, typed
+from weightsync.engines.http import KEEPALIVE_S, Reply, headers_of, host_of, left_s, typed
 
 READ_BYTES = 1 << 16
-MIN_WAIT_S = 1e-3  # 0 would not wait, and look like a broken connection
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Lane:
     """
 
     def __init__(self, base_url: str) -> None:
-        self._base = base_url
+        self._base, self._host = base_url, host_of(base_url)
         self._url = urlsplit(base_url)
         self._lock = threading.Lock()  # who writes
         self._stream: httpcore.NetworkStream | None = None
@@ -55,7 +54,7 @@ class Lane:
     def hold(self, method: str, path: str, *, body: bytes, key: str, deadline: Deadline) -> Held:
         """Write a request but for its last byte, if it is the next one; else ``make`` writes all of it."""
         parser = h11.Connection(h11.CLIENT)
-        headers = [*headers_of(self._base, key, body).items(), ("Content-Length", str(len(body)))]
+        headers = [*headers_of(self._host, key, body).items(), ("Content-Length", str(len(body)))]
         head = h11.Request(method=method, target=self._url.path.rstrip("/") + path, headers=headers)
         events = [head, h11.Data(data=body), h11.EndOfMessage()]
         held = Held(f"{method} {path}", b"".join(parser.send(event) or b"" for event in events), parser)
@@ -102,7 +101,7 @@ class Lane:
             return
         held.stream, self._ahead = stream, held
         try:
-            stream.write(held.text[:-1], timeout=_left(deadline))
+            stream.write(held.text[:-1], timeout=left_s(deadline))
         except (httpcore.NetworkError, httpcore.TimeoutException):
             self.close()
 
@@ -118,14 +117,14 @@ class Lane:
 
     def _complete(self, held: Held, deadline: Deadline) -> httpcore.NetworkStream:
         """Write what is missing: the last byte, or all of it where nothing was written or that connection is closed."""
-        if not self._lock.acquire(timeout=_left(deadline)):
+        if not self._lock.acquire(timeout=left_s(deadline)):
             raise TimeoutError
         try:
             if self._ahead is not held and self._ahead is not None:
                 self.close()  # it would be taken for a part of that one
             stream = self._usable() or self._connect(deadline)
             self._stream, self._busy = stream, True
-            stream.write(held.text[-1:] if stream is held.stream else held.text, timeout=_left(deadline))
+            stream.write(held.text[-1:] if stream is held.stream else held.text, timeout=left_s(deadline))
         finally:
             self._unmade.remove(held)
             self._ahead = None
@@ -135,9 +134,9 @@ class Lane:
     def _connect(self, deadline: Deadline) -> httpcore.NetworkStream:
         host, tls = self._url.hostname or "", self._url.scheme == "https"
         port = self._url.port or (443 if tls else 80)
-        stream = httpcore.SyncBackend().connect_tcp(host, port, timeout=_left(deadline))
+        stream = httpcore.SyncBackend().connect_tcp(host, port, timeout=left_s(deadline))
         if tls:
-            stream = stream.start_tls(httpcore.default_ssl_context(), server_hostname=host, timeout=_left(deadline))
+            stream = stream.start_tls(httpcore.default_ssl_context(), server_hostname=host, timeout=left_s(deadline))
         return stream
 
     def _read(self, held: Held, stream: httpcore.NetworkStream, deadline: Deadline) -> Reply:
@@ -146,7 +145,7 @@ class Lane:
             event = parser.next_event()
             if event is h11.NEED_DATA:
                 _wait_readable(stream, deadline)
-                data = stream.read(READ_BYTES, timeout=_left(deadline))
+                data = stream.read(READ_BYTES, timeout=left_s(deadline))
                 if not data and not status:
                     raise httpcore.ReadError("the server closed it before it had answered")
                 parser.receive_data(data)  # an answer may end with the connection
@@ -161,10 +160,6 @@ class Lane:
         return Reply(held.doing, status, b"".join(chunks))
 
 
-def _left(deadline: Deadline) -> float:
-    return max(MIN_WAIT_S, deadline.remaining_s())
-
-
 def _wait_readable(stream: httpcore.NetworkStream, deadline: Deadline) -> None:
     """Raise TimeoutError at the deadline. The socket's own timeout belongs to whoever writes meanwhile."""
     sock: socket.socket = stream.get_extra_info("socket")
@@ -175,7 +170,7 @@ def _wait_readable(stream: httpcore.NetworkStream, deadline: Deadline) -> None:
         poll.register(sock, select.POLLIN)
     except ValueError:  # closed meanwhile: reading says so
         return
-    if deadline.passed() or not poll.poll(int(_left(deadline) * 1000) + 1):
+    if deadline.passed() or not poll.poll(int(left_s(deadline) * 1000) + 1):
         raise TimeoutError
 
 
