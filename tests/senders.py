@@ -9,7 +9,7 @@ import torch
 from tests.fakes.engine import FakeEngine
 from tests.test_session import engine
 from weightsync.deadline import Deadline
-from weightsync.transports import nccl
+from weightsync.transports import nccl_wire
 from weightsync.transports.sender import Nursery
 
 
@@ -33,10 +33,10 @@ def stock(tp_size: int = 1, version: str = "0.5.23") -> FakeEngine:
     return engine(tp_size, receiver=False, version=version)
 
 
-def broadcast(sender: Any, request: nccl.Broadcast, deadline: Deadline) -> None:
+def broadcast(sender: Any, request: nccl_wire.Broadcast, deadline: Deadline) -> None:
     """The sender's part, from beginning to end."""
     number = sender.call("begin", request, deadline=deadline, returns=int)
-    sender.call("finish", nccl.Finish(number, request.timeout_s), deadline=deadline)
+    sender.call("finish", nccl_wire.Finish(number, request.timeout_s), deadline=deadline)
 
 
 def receive(group: Any, tensor: torch.Tensor, deadline: Deadline) -> None:

@@ -26,7 +26,7 @@ from weightsync.fanout import Fanout
 from weightsync.groups import together
 from weightsync.spec import PushRequest, Segment, TensorSpec
 from weightsync.transports.bucket import plan_buckets
-from weightsync.transports.nccl import Broadcast, Part
+from weightsync.transports.nccl_wire import Broadcast, Part
 from weightsync.transports.sender import Nursery
 
 SEGMENT = Segment("shm", b"", 1)

@@ -15,6 +15,7 @@ from weightsync.pulling import SlotViews
 from weightsync.spec import Copy, Segment
 from weightsync.transports import nccl
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked, streams, swap
+from weightsync.transports.nccl_wire import PROBE_BYTES, Join
 from weightsync.transports.rendezvous import Group
 
 
@@ -26,13 +27,13 @@ class Membership:
         self._lock = threading.Lock()
         self._group: Group | None = None
 
-    def join(self, request: nccl.Join) -> None:
+    def join(self, request: Join) -> None:
         """Leave any other group, join this one and hear from its senders. Raises TransferError, TransferTimeout."""
         self.leave()
         deadline = Deadline(request.timeout_s, "joining")
         group = nccl.join(request, self.device, in_engine=True)
         try:
-            byte = torch.zeros(request.greeted_by, nccl.PROBE_BYTES, dtype=torch.uint8, device=self.device)
+            byte = torch.zeros(request.greeted_by, PROBE_BYTES, dtype=torch.uint8, device=self.device)
             group.finish(group.start([], list(enumerate(byte.unbind()))), deadline)
         except BaseException:
             group.abort()

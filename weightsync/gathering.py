@@ -19,7 +19,7 @@ from weightsync.groups import CTAS, NAME, Senders, backend_of
 from weightsync.nodes import Nodes, Place
 from weightsync.spec import Copy, Export, Segment, Struct, View
 from weightsync.transports.bucket import Bucket
-from weightsync.transports.nccl import Expect, Greet, Load, Send
+from weightsync.transports.nccl_wire import Expect, Greet, Load, Send
 from weightsync.transports.node import SenderLike
 
 

@@ -16,7 +16,7 @@ from weightsync.errors import EngineLost, TransferError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.nodes import Nodes, Place
-from weightsync.transports.nccl import Join, Listen
+from weightsync.transports.nccl_wire import Join, Listen
 from weightsync.transports.node import SenderLike
 
 NAME = "weightsync-{}"

@@ -19,7 +19,7 @@ from weightsync.groups import CLOSE_S, NAME, EngineGroup, quietly, together
 from weightsync.nodes import Nodes, Place
 from weightsync.receivers import PING_S
 from weightsync.spec import Segment
-from weightsync.transports.nccl import PROBE_BYTES, Broadcast, Fill, FillBucket, Finish
+from weightsync.transports.nccl_wire import PROBE_BYTES, Broadcast, Fill, FillBucket, Finish
 from weightsync.transports.node import SenderLike
 
 PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])

@@ -19,7 +19,7 @@ from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.sharing import Pass, Shared, share
 from weightsync.spec import Export, RankPlan, Shard
-from weightsync.transports.nccl import Greet, Load, Send
+from weightsync.transports.nccl_wire import Greet, Load, Send
 from weightsync.transports.node import SenderLike
 
 

@@ -17,7 +17,7 @@ from weightsync.fit import dtype_bytes
 from weightsync.groups import NAME, Senders, join_request
 from weightsync.nodes import Nodes, Place
 from weightsync.spec import Copy, Export, Segment, Shard, Struct, View
-from weightsync.transports.nccl import Expect, Greet, Load, Send
+from weightsync.transports.nccl_wire import Expect, Greet, Load, Send
 from weightsync.workers import Workers
 
 _ALIGN = 256

@@ -27,7 +27,7 @@ from weightsync.rpc import Server
 from weightsync.spec import Description, Export, Published, Sealed, SourceRegion, Struct
 from weightsync.supply import Supplier
 from weightsync.transports import shm
-from weightsync.transports.nccl import Greet, Join, Load, Send
+from weightsync.transports.nccl_wire import Greet, Join, Load, Send
 
 WITHDRAW_S = 30.0
 

@@ -27,7 +27,7 @@ from weightsync.rounds import Ask, Gate, Release
 from weightsync.rpc import Server
 from weightsync.spec import Layout
 from weightsync.trace import finalise, has_hook, trace
-from weightsync.transports.nccl import Join
+from weightsync.transports.nccl_wire import Join
 
 _RETIRED_S = 2.0
 """How long a session that was ended still answers. Then its connections close, and its actor knows without asking."""

@@ -19,7 +19,7 @@ from weightsync.routes_bucket import BucketRoute
 from weightsync.spec import Copy, Export, Segment, TensorSpec
 from weightsync.transports import Memory, bucket
 from weightsync.transports.bucket_cuda import CudaArena
-from weightsync.transports.nccl import Broadcast, Fill, Part
+from weightsync.transports.nccl_wire import Broadcast, Fill, Part
 from weightsync.workers import Workers
 
 GATHER_SHARE = 8

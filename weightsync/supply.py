@@ -14,8 +14,9 @@ from weightsync.errors import TransferError
 from weightsync.offer import Offer
 from weightsync.spec import Copy
 from weightsync.transports.exchange import GroupLike, Outgoing
-from weightsync.transports.nccl import PROBE_BYTES, Greet, Join, Load, Send, join, outgoing
+from weightsync.transports.nccl import join, outgoing
 from weightsync.transports.nccl_versions import group_version
+from weightsync.transports.nccl_wire import PROBE_BYTES, Greet, Join, Load, Send
 
 
 class Supplier:

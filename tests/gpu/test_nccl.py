@@ -16,7 +16,7 @@ from weightsync.boxes import whole
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.spec import Copy, Shard, View
-from weightsync.transports import cuda_ipc, nccl
+from weightsync.transports import cuda_ipc, nccl, nccl_wire
 from weightsync.transports.exchange import Buffers, Incoming, streams
 from weightsync.transports.sender import Nursery, SenderProcess
 
@@ -48,12 +48,12 @@ def nursery() -> Iterator[Nursery]:
 def pair(nursery: Nursery, name: str, backend: str = "nccl") -> tuple[SenderProcess, Any]:
     """A sender on GPU 0 and this process on GPU 1, joined and greeted."""
     sender = nursery.start(devices.uuid_of(0), SETTINGS, soon())
-    port = sender.call("listen", nccl.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
-    joins = [nccl.Join(name, "127.0.0.1", port, rank, 2, backend, 30.0) for rank in range(2)]
+    port = sender.call("listen", nccl_wire.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
+    joins = [nccl_wire.Join(name, "127.0.0.1", port, rank, 2, backend, 30.0) for rank in range(2)]
 
     def send() -> None:
         sender.call("join", joins[0], deadline=soon())
-        sender.call("greet", nccl.Greet([1], 30.0), deadline=soon())
+        sender.call("greet", nccl_wire.Greet([1], 30.0), deadline=soon())
 
     sending = threading.Thread(target=send)
     sending.start()
@@ -68,7 +68,7 @@ def pair(nursery: Nursery, name: str, backend: str = "nccl") -> tuple[SenderProc
 
 def broadcast(sender: SenderProcess, group: Any, memory: cuda_ipc.Memory, target: torch.Tensor) -> float:
     """Seconds until both ends are done."""
-    request = nccl.Broadcast(memory.segment, target.numel(), 30.0)
+    request = nccl_wire.Broadcast(memory.segment, target.numel(), 30.0)
     sending = threading.Thread(target=lambda: senders.broadcast(sender, request, soon()))
     started = time.perf_counter()
     sending.start()
@@ -111,7 +111,7 @@ def test_slices_arrive_packed_and_unpacked(nursery: Nursery, backend: str) -> No
     half = whole((rows, columns // 2))
     copies = [Copy(f"t{i}", half, 0, View(i, 0, strides), View(i, 0, (columns // 2, 1))) for i in range(count)]
     limit = 8 << 20
-    load = nccl.Load(segments={0: [memory.segment]}, shards=shards, parts=[{1: copies}], chunk_bytes=limit)
+    load = nccl_wire.Load(segments={0: [memory.segment]}, shards=shards, parts=[{1: copies}], chunk_bytes=limit)
     sender.call("load", load, deadline=soon())
     got = torch.zeros(count, rows, columns // 2, dtype=torch.bfloat16, device="cuda:1")
     chunks = streams(copies, shards, {0: 0}, limit)
@@ -122,7 +122,7 @@ def test_slices_arrive_packed_and_unpacked(nursery: Nursery, backend: str) -> No
     for _ in range(3):
         got.zero_()
         torch.cuda.synchronize(1)
-        sending = threading.Thread(target=lambda: sender.call("send", nccl.Send(30.0), deadline=soon()))
+        sending = threading.Thread(target=lambda: sender.call("send", nccl_wire.Send(30.0), deadline=soon()))
         sending.start()
         with torch.cuda.device(1), torch.inference_mode():
             incoming.run(group, soon())
@@ -153,10 +153,12 @@ def test_a_cupy_group_whose_other_member_never_comes_is_given_up(nursery: Nurser
     if not two_gpus():
         return
     sender = nursery.start(devices.uuid_of(0), SETTINGS, soon())
-    port = sender.call("listen", nccl.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
+    port = sender.call("listen", nccl_wire.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
     started = time.monotonic()
     with pytest.raises(TransferError):
-        nccl.join(nccl.Join("nobody", "127.0.0.1", port, 1, 2, "cupy", 3.0), torch.device("cuda", 1), in_engine=True)
+        nccl.join(
+            nccl_wire.Join("nobody", "127.0.0.1", port, 1, 2, "cupy", 3.0), torch.device("cuda", 1), in_engine=True
+        )
     assert time.monotonic() - started < 10
     sender.kill()
 

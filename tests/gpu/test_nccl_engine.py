@@ -31,7 +31,7 @@ from weightsync.groups_broadcast import BroadcastGroup
 from weightsync.publisher import Publisher
 from weightsync.session import Session
 from weightsync.spec import PushRequest
-from weightsync.transports import cuda_ipc, nccl
+from weightsync.transports import cuda_ipc, nccl_wire
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
@@ -181,7 +181,7 @@ def _kill_in_the_middle(group: BroadcastGroup) -> dict:
         except WeightSyncError as e:
             seen[name] = f"{time.monotonic() - started:.2f} s: {type(e).__name__}: {e.message[:200]}"
 
-    broadcast = nccl.Broadcast(memory.segment, 24 * GIB, 20.0)
+    broadcast = nccl_wire.Broadcast(memory.segment, 24 * GIB, 20.0)
     sender = group._senders[0]
     engine_side = threading.Thread(
         target=call,

@@ -20,7 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
 from weightsync.errors import ConfigError, TransferError, TransferTimeout
 from weightsync.spec import Box, Copy, Shard, TensorSpec, View
-from weightsync.transports import bucket, nccl, nccl_versions, rendezvous, shm
+from weightsync.transports import bucket, nccl, nccl_versions, nccl_wire, rendezvous, shm
 from weightsync.transports.exchange import streams
 from weightsync.transports.rendezvous import connect, listen
 from weightsync.transports.sender import Nursery, SenderProcess
@@ -41,8 +41,8 @@ def sender(nursery: Nursery) -> Iterator[SenderProcess]:
 
 def pair(sender: SenderProcess, name: str, *, timeout_s: float = 20.0) -> nccl.Group:
     """``sender`` as rank 0 and this process as rank 1, made as an engine's receiver makes it."""
-    port = sender.call("listen", nccl.Listen("127.0.0.1", timeout_s), deadline=soon(), returns=int)
-    joins = [nccl.Join(name, "127.0.0.1", port, rank, 2, "gloo", timeout_s) for rank in range(2)]
+    port = sender.call("listen", nccl_wire.Listen("127.0.0.1", timeout_s), deadline=soon(), returns=int)
+    joins = [nccl_wire.Join(name, "127.0.0.1", port, rank, 2, "gloo", timeout_s) for rank in range(2)]
     other = threading.Thread(target=lambda: sender.call("join", joins[0], deadline=soon()))
     other.start()
     group = nccl.join(joins[1], CPU, in_engine=True)
@@ -85,10 +85,10 @@ def test_nobody_there_says_what_was_tried():
 
 
 def test_a_member_that_never_comes_is_waited_for_until_the_deadline(sender):
-    port = sender.call("listen", nccl.Listen("127.0.0.1", 1.0), deadline=soon(), returns=int)
+    port = sender.call("listen", nccl_wire.Listen("127.0.0.1", 1.0), deadline=soon(), returns=int)
     started = time.monotonic()
     with pytest.raises(TransferError, match="group lonely"):
-        sender.call("join", nccl.Join("lonely", "127.0.0.1", port, 0, 2, "gloo", 1.0), deadline=soon())
+        sender.call("join", nccl_wire.Join("lonely", "127.0.0.1", port, 0, 2, "gloo", 1.0), deadline=soon())
     assert time.monotonic() - started < 10
 
 
@@ -99,13 +99,13 @@ def test_a_broadcast_and_a_greeting_arrive(sender):
     group = pair(sender, "arrive")
     memory = shm.allocate(1000)
     memory.tensor.copy_(torch.arange(1000) % 251)
-    sent = threading.Thread(target=lambda: broadcast(sender, nccl.Broadcast(memory.segment, 700, 20.0), soon()))
+    sent = threading.Thread(target=lambda: broadcast(sender, nccl_wire.Broadcast(memory.segment, 700, 20.0), soon()))
     sent.start()
     got = torch.zeros(700, dtype=torch.uint8)
     receive(group, got, soon(20))
     sent.join()
     assert torch.equal(got, memory.tensor[:700])
-    greeting = threading.Thread(target=lambda: sender.call("greet", nccl.Greet([1], 20.0), deadline=soon()))
+    greeting = threading.Thread(target=lambda: sender.call("greet", nccl_wire.Greet([1], 20.0), deadline=soon()))
     greeting.start()
     byte = torch.zeros(1, dtype=torch.uint8)
     group.finish(group.start([], [(0, byte)]), soon(20))
@@ -146,10 +146,10 @@ def test_a_name_can_be_used_again_after_an_abort(nursery):
 
 def test_killing_one_ends_its_call_and_no_other_sender(nursery, sender):
     other = nursery.start("", {}, soon())
-    port = sender.call("listen", nccl.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
+    port = sender.call("listen", nccl_wire.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
     threading.Timer(0.5, sender.kill).start()
     with pytest.raises(TransferError, match="sender process"):
-        sender.call("join", nccl.Join("x", "127.0.0.1", port, 0, 2, "gloo", 30.0), deadline=soon())
+        sender.call("join", nccl_wire.Join("x", "127.0.0.1", port, 0, 2, "gloo", 30.0), deadline=soon())
     assert not sender.alive and other.alive
     assert other.call("versions", deadline=soon())["host"] == socket.gethostname()
     other.kill()

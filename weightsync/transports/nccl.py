@@ -14,7 +14,7 @@ engine's NCCL version and settings, which can be killed at any moment without an
 A stock engine gets whole tensors: one sender broadcasts flattened buckets. An engine with our receiver gets slices: one
 sender for each GPU of the trainer, so that every GPU sends. Groups are one an engine, so a dead one wedges no other.
 
-This file is the wire between actor and sender, and the sender's end.
+This file is the sender's end; ``nccl_wire`` is what passes between it and the actor.
 """
 
 from __future__ import annotations
@@ -32,117 +32,26 @@ from weightsync import transports
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.pulling import MappedSegments
-from weightsync.spec import Copy, Segment, Shard, Struct
+from weightsync.spec import Copy
 from weightsync.transports import Memory, Puller
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
 from weightsync.transports.nccl_versions import group_version, nccl_version
+from weightsync.transports.nccl_wire import (
+    PROBE_BYTES,
+    Broadcast,
+    Expect,
+    Fill,
+    FillBucket,
+    Finish,
+    Greet,
+    Join,
+    Listen,
+    Load,
+    Send,
+)
 from weightsync.transports.rendezvous import Group, connect, listen
 from weightsync.versions import library_versions
 from weightsync.views import SourceViews
-
-PROBE_BYTES = 1
-
-
-class Listen(Struct):
-    """Serve the rendezvous at ``host``; the answer is the port."""
-
-    host: str
-    timeout_s: float
-
-
-class Join(Struct):
-    """Become ``rank`` of group ``name``; met at ``host`` and ``port``, which may be the process's own rendezvous.
-
-    ``greeted_by``: an engine rank waits for a first byte from that many senders, the first ranks of the group.
-    ``ctas``: see ``rendezvous.Group``.
-    """
-
-    name: str
-    host: str
-    port: int
-    rank: int
-    world_size: int
-    backend: str
-    timeout_s: float
-    greeted_by: int = 0
-    ctas: int = 0
-
-
-class Fill(Struct):
-    """How a sender fills the arenas that it broadcasts from: bucket ``n`` by copies into ``arenas[n % 2]``.
-
-    The target of a copy is a view of the arena, in elements of the dtype of its shard.
-    """
-
-    segments: dict[int, list[Segment]]
-    shards: dict[int, list[Shard]]
-    arenas: list[Segment]
-    buckets: list[list[Copy]]
-
-
-class FillBucket(Struct):
-    """Fill one bucket into its arena, as was prepared."""
-
-    number: int
-
-
-class Part(Struct):
-    """Bytes ``start`` to ``end`` of a bucket: a tensor of ``dtype``."""
-
-    start: int
-    end: int
-    dtype: str
-
-
-class Broadcast(Struct):
-    """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other."""
-
-    segment: Segment
-    nbytes: int
-    timeout_s: float
-    parts: list[Part] = []
-
-
-class Finish(Struct):
-    """Wait for a broadcast, known by the number that its beginning returned."""
-
-    number: int
-    timeout_s: float
-
-
-class Load(Struct):
-    """What to send: a part is copies by the group rank that gets them. ``segments`` hold the memory that they read."""
-
-    segments: dict[int, list[Segment]]
-    shards: dict[int, list[Shard]]
-    parts: list[dict[int, list[Copy]]]
-    chunk_bytes: int
-
-
-class Expect(Struct):
-    """What to receive: part ``n`` is copies by the group rank they come from, into ``segments[n % len(segments)]``.
-
-    The target of a copy is a view of that segment, in elements of the dtype of its shard. ``shards`` is for that alone.
-    """
-
-    segments: list[Segment]
-    shards: dict[int, list[Shard]]
-    parts: list[dict[int, list[Copy]]]
-    chunk_bytes: int
-
-
-class Greet(Struct):
-    """Exchange one byte with each of ``peers``: the first thing that a group does, since only this connects it."""
-
-    peers: list[int]
-    timeout_s: float
-
-
-class Send(Struct):
-    """Send, or receive, one part of what was loaded, once."""
-
-    timeout_s: float
-    part: int = 0
 
 
 class Sender:

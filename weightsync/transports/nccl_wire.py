@@ -1,0 +1,109 @@
+"""What an actor says to its senders, and a publisher or receiver to the groups that it is in. See ``nccl``."""
+
+from __future__ import annotations
+
+from weightsync.spec import Copy, Segment, Shard, Struct
+
+PROBE_BYTES = 1
+
+
+class Listen(Struct):
+    """Serve the rendezvous at ``host``; the answer is the port."""
+
+    host: str
+    timeout_s: float
+
+
+class Join(Struct):
+    """Become ``rank`` of group ``name``; met at ``host`` and ``port``, which may be the process's own rendezvous.
+
+    ``greeted_by``: an engine rank waits for a first byte from that many senders, the first ranks of the group.
+    ``ctas``: see ``rendezvous.Group``.
+    """
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    timeout_s: float
+    greeted_by: int = 0
+    ctas: int = 0
+
+
+class Fill(Struct):
+    """How a sender fills the arenas that it broadcasts from: bucket ``n`` by copies into ``arenas[n % 2]``.
+
+    The target of a copy is a view of the arena, in elements of the dtype of its shard.
+    """
+
+    segments: dict[int, list[Segment]]
+    shards: dict[int, list[Shard]]
+    arenas: list[Segment]
+    buckets: list[list[Copy]]
+
+
+class FillBucket(Struct):
+    """Fill one bucket into its arena, as was prepared."""
+
+    number: int
+
+
+class Part(Struct):
+    """Bytes ``start`` to ``end`` of a bucket: a tensor of ``dtype``."""
+
+    start: int
+    end: int
+    dtype: str
+
+
+class Broadcast(Struct):
+    """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other."""
+
+    segment: Segment
+    nbytes: int
+    timeout_s: float
+    parts: list[Part] = []
+
+
+class Finish(Struct):
+    """Wait for a broadcast, known by the number that its beginning returned."""
+
+    number: int
+    timeout_s: float
+
+
+class Load(Struct):
+    """What to send: a part is copies by the group rank that gets them. ``segments`` hold the memory that they read."""
+
+    segments: dict[int, list[Segment]]
+    shards: dict[int, list[Shard]]
+    parts: list[dict[int, list[Copy]]]
+    chunk_bytes: int
+
+
+class Expect(Struct):
+    """What to receive: part ``n`` is copies by the group rank they come from, into ``segments[n % len(segments)]``.
+
+    The target of a copy is a view of that segment, in elements of the dtype of its shard. ``shards`` is for that alone.
+    """
+
+    segments: list[Segment]
+    shards: dict[int, list[Shard]]
+    parts: list[dict[int, list[Copy]]]
+    chunk_bytes: int
+
+
+class Greet(Struct):
+    """Exchange one byte with each of ``peers``: the first thing that a group does, since only this connects it."""
+
+    peers: list[int]
+    timeout_s: float
+
+
+class Send(Struct):
+    """Send, or receive, one part of what was loaded, once."""
+
+    timeout_s: float
+    part: int = 0
