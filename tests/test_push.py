@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
@@ -95,8 +96,26 @@ class FakeLink:
         self.memory, self.notes, self.had_requests = 1, [], False
         self.start_push()
 
-    def start_push(self, landed=lambda: None):
-        self.progress = Progress(landed=landed)
+    pulls, pulls_beside = True, False
+
+    def start_push(self, push_id="", *, landed=lambda: None, sent=lambda: None):
+        self.progress = Progress(push_id=push_id, landed=landed, sent=sent)
+
+    def prepare_pull(self, step, deadline):
+        pass
+
+    def prepare_to_serve(self, version, deadline):
+        pass
+
+    def end_push(self):
+        pass
+
+    def stamp(self, version, deadline):
+        self.client.stamp(version, deadline)
+        self.version = version
+
+    def resume(self, deadline):
+        self.client.resume(deadline)
 
     def is_attached(self):
         return self.attached
@@ -397,6 +416,52 @@ def test_the_cache_is_flushed_beside_the_move_where_that_is_safe(pause, when):
     link.client.flush = lambda deadline, wait=False: (time.sleep(0.02), flushed.append(moment[-1]))
     push([link], route=Route(), pause=pause).run()
     assert (flushed or ["never"]) == [when]
+
+
+@pytest.mark.parametrize(
+    ("beside", "tells", "when"),
+    [(False, True, "before the call"), (True, True, "behind the call"), (True, False, "after the move")],
+)
+def test_the_cache_is_flushed_behind_the_call_of_a_pull_that_goes_on_beside(beside, tells, when):
+    moment, flushed, done = ["before the call"], [], threading.Event()
+
+    class Moving(FakeRoute):
+        def move(self, links, step, deadline):
+            if not beside:
+                assert done.wait(5)
+            moment.append("behind the call")
+            if tells:
+                links[0].progress.sent()
+                assert done.wait(5), "the flush waits for the move"
+            moment.append("after the move")
+            return super().move(links, step, deadline)
+
+    def flush(deadline, wait=False):
+        flushed.append(moment[-1])
+        done.set()
+
+    link = FakeLink("http://a")
+    link.pulls_beside, link.client.flush = beside, flush
+    push([link], route=Moving()).run()
+    assert flushed == [when] and link.version == "5"
+
+
+@pytest.mark.parametrize("fault", ["", "pause", "begin", "move", "stamp", "resume"])
+def test_what_was_written_ahead_and_never_made_is_taken_back(fault):
+    class Link(FakeLink):
+        events: list[str]
+
+        def prepare_pull(self, step, deadline):
+            self.events.append(f"pull {step} held, {'paused' if self.client.paused else 'not paused'}")
+
+        def end_push(self):
+            self.events.append("taken back")
+
+    link = Link("http://a", **({fault: EngineRejected("no")} if fault else {}))
+    link.events = []
+    with contextlib.suppress(EngineRejected):
+        push([link]).run()
+    assert link.events == ["pull 5 held, not paused", "taken back"]
 
 
 def test_an_engine_that_refuses_to_flush_beside_the_move_is_fenced_and_never_stamped():

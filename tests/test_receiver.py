@@ -121,8 +121,8 @@ class Trainer:
 
 
 class Rig:
-    def __init__(self) -> None:
-        self.model, self.trainer, self.actor = Served(), Trainer(), Actor()
+    def __init__(self, model: Served | None = None) -> None:
+        self.model, self.trainer, self.actor = model or Served(), Trainer(), Actor()
         self.trainer.step(0)
         self.model.load_weights(iter(self.trainer.weights.items()))
         self.server = Server(self.actor)
@@ -456,6 +456,124 @@ def asked_early(rig: Rig, push_id: str) -> tuple[threading.Thread, list[wire.Pul
     return thread, answers
 
 
+# ------------------------------------------------------------------------------------ pulls that go on by themselves
+
+
+class Plain(Served):
+    """Nothing is computed after loading, so a pull can go on by itself."""
+
+    post_load_weights = None  # type: ignore[assignment]
+
+    def load_weights(self, weights) -> None:
+        start = {"q": 0, "k": 4, "v": 6}
+        for name, tensor in weights:
+            into = self.norm.data if name == "norm" else self.qkv.data.narrow(0, start[name], ROWS[name])
+            into.copy_(tensor)
+        self.qkv.data[8:].fill_(0)
+
+
+class Going(shm.Puller):
+    """Copies as a GPU's do: begun by ``start``, done some time after it, here when a test says so."""
+
+    goes_on = True
+    may_end = threading.Event()
+    error = ""
+
+    def start(self, *, alone: bool = True):
+        def finish() -> float:
+            assert self.may_end.wait(10), "the test never let it end"
+            if self.error:
+                raise RuntimeError(self.error)
+            return self.run()
+
+        return finish
+
+
+@pytest.fixture
+def going(monkeypatch):
+    """A rig whose copies go on beside the event loop until ``Going.may_end``."""
+    monkeypatch.setattr(shm, "make_puller", Going)
+    monkeypatch.setattr(Going, "may_end", threading.Event())
+    rig = Rig(Plain())
+    yield rig
+    Going.may_end.set()
+    rig.close()
+
+
+def pull_beside(rig: Rig, push_id: str, *, beside: bool = True, verify: bool = False) -> None:
+    """As the event loop does it: what comes after this comes after the loader has returned."""
+    send(rig.model, wire.Pull("s1", push_id, "plan", step=7, beside=beside, verify=verify))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_pull_that_goes_on_leaves_the_event_loop_and_ends_when_its_copies_do(going, verify):
+    assert going.call("install", going.trainer.install(going.layout), returns=bool) is True
+    weights = going.trainer.step(1)
+    pull_beside(going, "p1", verify=verify)
+    early = going.result("p1")
+    assert (early.kind, early.ended, early.applied) == ("not_ended", False, True)
+    Going.may_end.set()
+    result = going.call("result", wire.ResultRequest("p1"), returns=wire.PullResult)
+    assert (result.ok, result.num_bytes, result.step) == (True, 27 * 4, 7) and result.seconds > 0
+    expected = Plain()
+    expected.load_weights(iter(weights.items()))
+    assert torch.equal(going.model.qkv, expected.qkv) and torch.equal(going.model.norm, expected.norm)
+
+
+def test_what_a_pull_reads_stays_mapped_until_it_has_ended(going):
+    going.install()
+    pull_beside(going, "p1")
+    letting_go = threading.Thread(target=going.call, args=("let_go",))
+    letting_go.start()
+    letting_go.join(0.2)
+    assert letting_go.is_alive() and going.call("status", returns=wire.Status).num_segments == 1
+    Going.may_end.set()
+    letting_go.join(5)
+    assert going.call("status", returns=wire.Status).num_segments == 0
+    assert going.result("p1").ok
+
+
+def test_a_session_is_replaced_only_when_its_pull_has_ended(going):
+    going.install()
+    pull_beside(going, "p1")
+    attaching = threading.Thread(target=going.attach, args=("s2",))
+    attaching.start()
+    attaching.join(0.2)
+    assert attaching.is_alive()
+    Going.may_end.set()
+    attaching.join(5)
+    assert not attaching.is_alive()
+
+
+def test_copies_that_fail_on_their_way_are_told_as_applied(going, monkeypatch):
+    monkeypatch.setattr(Going, "error", "an illegal memory access was encountered")
+    going.install()
+    pull_beside(going, "p1")
+    Going.may_end.set()
+    result = going.call("result", wire.ResultRequest("p1"), returns=wire.PullResult)
+    assert (result.ok, result.applied, result.kind) == (False, True, "failed") and "illegal" in result.error
+    assert going.call("verify", returns=list[int])  # and the next call is not kept waiting
+
+
+@pytest.mark.parametrize("why", ["the engine is not paused", "something is computed from it", "no thread is to be had"])
+def test_a_pull_that_may_not_go_on_keeps_the_event_loop(why, going, monkeypatch):
+    Going.may_end.set()
+    if why == "something is computed from it":
+        going.close()
+        going = Rig(Served())
+    elif why == "no thread is to be had":
+        monkeypatch.setattr(receiver_session.threading.Thread, "start", no_thread)
+    goes_on = going.call("install", going.trainer.install(going.layout), returns=bool)
+    assert goes_on is (why != "something is computed from it")
+    pull_beside(going, "p1", beside=why != "the engine is not paused")
+    monkeypatch.undo()
+    assert going.result("p1").ok
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_result_asked_for_early_comes_when_the_pull_ends(rig):
     rig.install()
     thread, answers = asked_early(rig, "p1")
@@ -474,5 +592,5 @@ def test_a_revoked_pull_keeps_nobody_waiting(rig):
 def test_preparing_to_verify_changes_nothing_that_verifying_says(rig):
     rig.install(verified=True)
     before = rig.call("verify", returns=list[int])
-    receiver._sessions[rig.model]._prepare_to_verify()
+    receiver._sessions[rig.model]._served._prepare_to_verify()
     assert rig.call("verify", returns=list[int]) == before

@@ -86,8 +86,7 @@ def conducted(engines: dict[str, Puller], events: list, *, parts: int, fails_at:
             raise TransferError("rank 3 wrote")
 
     conductor = Conductor(
-        "p",
-        engines,
+        {url: (engine, "p") for url, engine in engines.items()},
         num_rounds=5,
         num_parts=parts,
         fill=fill,

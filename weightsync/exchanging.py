@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -94,8 +95,17 @@ class ExchangedPlan:
         passed = [c for one in install.exchange.passes for copies in one.receives.values() for c in copies]
         self.num_bytes = sum(target(copy).nbytes for copy in [*install.plan.copies, *passed])
 
-    def run(self, timeout_s: float) -> float:
-        """Receive, unpack, pass on and fill; the seconds that took but for the fills. A group that fails is left."""
+    goes_on = False
+
+    def check(self) -> None:
+        """Raises TransferError if this rank is in no group."""
+        self._membership.group()
+
+    def start(self, timeout_s: float) -> Callable[[], float]:
+        """Receive, unpack, pass on and fill. What is returned gives the seconds that took but for the fills.
+
+        A group that fails is left.
+        """
         started = time.perf_counter()
         with torch.inference_mode():
             try:
@@ -109,4 +119,4 @@ class ExchangedPlan:
             seconds = time.perf_counter() - started
             for fill in self._fills:
                 self._live.view(fill.view, fill.size).fill_(fill.value)
-        return seconds
+        return lambda: seconds

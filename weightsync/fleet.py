@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from weightsync import receiver_wire as wire
 from weightsync.config import Config, EngineConfig
 from weightsync.deadline import Deadline
-from weightsync.engines import Engine, EngineInfo
+from weightsync.engines import Call, Engine, EngineInfo
 from weightsync.engines.sglang import SglangEngine
 from weightsync.errors import ConfigError, EngineLost, WeightSyncError
 from weightsync.inbox import Inbox
@@ -30,8 +30,11 @@ class Progress:
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     fingerprints: list[list[int]] = field(default_factory=list)
+    push_id: str = ""
     landed: Callable[[], None] = field(default=lambda: None)
     """Called, perhaps twice, when every rank says that its bytes are there, before the engine itself has answered."""
+    sent: Callable[[], None] = field(default=lambda: None)
+    """Called when the call that has the ranks pull is on its way to the engine."""
 
 
 class EngineLink:
@@ -51,6 +54,7 @@ class EngineLink:
         self.had_requests = False  # in flight at the last pause, so that it took a second
         self.notes: list[str] = []
         self.progress = Progress()
+        self._ahead: dict[str, Call] = {}
 
     # ---------------------------------------------------------------------------------------------- connecting
 
@@ -113,20 +117,46 @@ class EngineLink:
         """Whether what has landed is final: an engine with sessions finalises in ``end``."""
         return self.info is not None and self.info.generation == "plain"
 
-    def start_push(self, landed: Callable[[], None] = lambda: None) -> None:
-        self.progress = Progress(landed=landed)
+    @property
+    def pulls(self) -> bool:
+        """Whether its ranks pull, rather than being handed whole tensors."""
+        return self.has_receiver and self.route != "bucket"
 
-    def pull(self, push_id: str, step: int, deadline: Deadline) -> None:
-        """Have every TP rank pull its slices. Sets ``progress.applied`` to what the receivers themselves say."""
-        before, self.progress.applied = self.progress.applied, True
-        try:
-            results = self.receivers.pull(
-                push_id,
+    @property
+    def pulls_beside(self) -> bool:
+        """Whether its ranks pull beside its event loop, which then answers other calls meanwhile."""
+        paused = self.held or self._config.pause != "none"
+        return paused and self.pulls and self.receivers.goes_on
+
+    def start_push(
+        self,
+        push_id: str = "",
+        *,
+        landed: Callable[[], None] = lambda: None,
+        sent: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.progress = Progress(push_id=push_id, landed=landed, sent=sent)
+
+    def prepare_pull(self, step: int, deadline: Deadline) -> None:
+        """Write the call that has every rank pull, but for its last byte. Idempotent."""
+        if "pull" not in self._ahead:
+            self._ahead["pull"] = self.receivers.prepare_pull(
+                self.progress.push_id,
                 step,
                 deadline,
                 full=self.held or self.state != "serving",
                 verify=self._verifies and self.ends_by_itself,
-                landed=self.progress.landed,
+                beside=self.pulls_beside,
+            )
+
+    def pull(self, step: int, deadline: Deadline) -> None:
+        """Have every TP rank pull its slices. Sets ``progress.applied`` to what the receivers themselves say."""
+        self.prepare_pull(step, deadline)
+        before, self.progress.applied = self.progress.applied, True
+        push_id = self.progress.push_id
+        try:
+            results = self.receivers.pull(
+                push_id, self._ahead["pull"], deadline, landed=self.progress.landed, sent=self.progress.sent
             )
         except WeightSyncError:
             self.progress.applied = before or not self.receivers.revoke(push_id)
@@ -137,6 +167,32 @@ class EngineLink:
         self.progress.num_bytes = sum(r.num_bytes for r in results)
         self.progress.seconds = {"pull": max(r.seconds for r in results)}
 
+    def prepare_to_serve(self, version: str, deadline: Deadline) -> None:
+        """Write the calls that end the push, but for their last bytes."""
+        self._ahead["stamp"] = self.client.stamp_ahead(version, deadline)
+        self._ahead["resume"] = self.client.resume_ahead(deadline)
+
+    def stamp(self, version: str, deadline: Deadline) -> None:
+        """Set the engine's weight version; the link's follows."""
+        if (call := self._ahead.get("stamp")) is not None:
+            call.make(deadline)
+        else:
+            self.client.stamp(version, deadline)
+        self.version = version
+
+    def resume(self, deadline: Deadline) -> None:
+        """Have the engine generate again."""
+        if (call := self._ahead.get("resume")) is not None:
+            call.make(deadline)
+        else:
+            self.client.resume(deadline)
+
+    def end_push(self) -> None:
+        """Take back what was written ahead and never made. Idempotent."""
+        ahead, self._ahead = self._ahead, {}
+        for call in ahead.values():
+            call.drop()
+
     def fingerprints(self, deadline: Deadline) -> list[list[int]]:
         """By TP rank, one fingerprint a need, of the engine's live memory: as the pull found it, or asked for now.
 
@@ -144,7 +200,9 @@ class EngineLink:
         loop, where no thread has to wait for it. An engine with sessions takes no such call by then.
         """
         if self.ends_by_itself and not self.progress.pulled:
-            self._keep_fingerprints(self.receivers.pull(secrets.token_hex(8), -1, deadline, verify=True))
+            push_id = secrets.token_hex(8)
+            update = self.receivers.prepare_pull(push_id, -1, deadline, verify=True)
+            self._keep_fingerprints(self.receivers.pull(push_id, update, deadline))
         return self.progress.fingerprints or self.receivers.verify(deadline)
 
     def _keep_fingerprints(self, results: list[wire.PullResult]) -> None:

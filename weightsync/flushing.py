@@ -1,8 +1,9 @@
 """When an engine's KV cache is flushed in a push. Runs in the weight-sync actor.
 
 After an abort that had nothing to end, a flush is as good as granted, and any time before the commit is right for it:
-it goes beside the move, whose own call takes longer to reach the engine's event loop. Where requests may still be
-about, it comes right after the pause, so that one that is refused finds the engine as it was.
+it goes beside the move: behind the call that begins a pull which then goes on by itself, else before the calls that
+keep the engine's event loop. Where requests may still be about, it comes right after the pause, so that one that is
+refused finds the engine as it was.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ class Flushing:
         if self._config.pause != "in_place" and not self._may_be_beside(link):
             self._flush(link)
 
-    def before_move(self, link: EngineLink) -> None:
+    def beside(self, link: EngineLink) -> None:
         """Begin now, if it was not done before."""
-        if self._may_be_beside(link):
+        if self._may_be_beside(link) and link.url not in self._begun:
             self._begun[link.url] = self._fanout.begin(self._flush, link)
 
     def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
-        """Wait for the flushes of ``links`` that were begun, and for no other engine's; an outcome a link."""
+        """Wait for the flushes of ``links`` that are beside, and for no other engine's; an outcome a link."""
+        for link in links:
+            self.beside(link)
         return [self._begun[link.url].result() if link.url in self._begun else None for link in links]
 
     def _may_be_beside(self, link: EngineLink) -> bool:

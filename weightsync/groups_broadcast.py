@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 
 from weightsync.deadline import Deadline
-from weightsync.engines import Tensors, Update
+from weightsync.engines import Call, Tensors
 from weightsync.errors import EngineLost, EngineRejected, TransferError, TransferTimeout, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
@@ -102,11 +102,11 @@ class BroadcastGroup(EngineGroup):
         if self.fills:
             self._senders[0].call("fill", FillBucket(number), deadline=deadline)
 
-    def update(self, tensors: Tensors, flattened: bool, what: str, deadline: Deadline) -> Update:
+    def update(self, tensors: Tensors, flattened: bool, what: str, deadline: Deadline) -> Call:
         """The engine's part of a broadcast, to be made in turn."""
         return self.link.client.update_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
 
-    def send(self, turn: Turn, update: Update, bucket: int, request: Broadcast, deadline: Deadline, what: str) -> None:
+    def send(self, turn: Turn, update: Call, bucket: int, request: Broadcast, deadline: Deadline, what: str) -> None:
         """Broadcast one bucket, in turn; returns when the engine has it. The next one's turn comes before that.
 
         The sender begins with it, once it is filled, as soon as it has begun with the one before: only then is there a
@@ -153,7 +153,7 @@ class BroadcastGroup(EngineGroup):
             first, self._failure = self._failure is None, self._failure or error
         return first
 
-    def _ask(self, turn: Turn, update: Update, number: int, deadline: Deadline) -> None:
+    def _ask(self, turn: Turn, update: Call, number: int, deadline: Deadline) -> None:
         """Have the engine take part. An error of it comes when nothing is under way any more, if that may end."""
         try:
             update.make(deadline)

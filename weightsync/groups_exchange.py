@@ -60,7 +60,7 @@ class ExchangeGroup(EngineGroup):
         self._loads = [self._load(sender, exports) for sender in range(len(self._places))]
         self._loaded_into = []
 
-    def move(self, push_id: str, step: int, deadline: Deadline) -> None:
+    def move(self, step: int, deadline: Deadline) -> None:
         """Send every rank its slices; returns when all are unpacked. Makes the group first if there is none."""
         self._ready(deadline)
         request = Send(deadline.remaining_s())
@@ -71,7 +71,7 @@ class ExchangeGroup(EngineGroup):
         def act() -> None:
             self.sent_bytes = sum(self._fanout.all(send, self._senders))
 
-        together(lambda: self.link.pull(push_id, step, deadline), act, self.give_up)
+        together(lambda: self.link.pull(step, deadline), act, self.give_up)
 
     def close(self) -> None:
         """Have the receivers leave, and end the senders."""

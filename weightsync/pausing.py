@@ -3,6 +3,7 @@
 As a rule when all is published: an engine that generates loses no time to a trainer that is late. One that shares its
 GPU with a training rank has nothing to lose while that rank publishes a step that it has marked already, so its pause
 goes beside; but not where the last one had requests to end, which a publish that fails would have ended for nothing.
+What the engine will be asked for next is written first, all but its last byte, and has arrived when it is paused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Pausing:
 
     def __init__(
         self,
+        step: int,
         *,
         config: Config,
         fanout: Fanout,
@@ -33,6 +35,7 @@ class Pausing:
         flushing: Flushing,
         may_be_beside: Callable[[EngineLink], bool],
     ) -> None:
+        self._step = step
         self._config = config
         self._fanout = fanout
         self._deadline = deadline
@@ -76,6 +79,8 @@ class Pausing:
 
     def _pause(self, link: EngineLink) -> None:
         link.progress.paused = True  # before the call: one that times out may still take effect
+        if link.pulls:
+            link.prepare_pull(self._step, self._deadline)
         drained = self._drain(link)
         started = time.perf_counter()
         if self._config.pause != "none":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -75,28 +76,35 @@ class InstalledPlan:
         self._pullers = _pullers(pairs, rounds or [len(pairs)])
         self.num_bytes = sum(target.nbytes for target, _ in pairs)
 
-    def run(self, timeout_s: float = 0.0) -> float:
-        """Copy and fill; returns the seconds the copies took. Copies are done on return; fills may be queued.
+    @property
+    def goes_on(self) -> bool:
+        """Whether ``start`` returns before its copies are done."""
+        return self._gate is None and self._pullers[0].goes_on
 
-        ``timeout_s`` is for plans that wait for others.
+    def check(self) -> None:
+        """Nothing but its own memory is needed."""
+
+    def start(self, timeout_s: float = 0.0) -> Callable[[], float]:
+        """Begin to copy and fill. What is returned waits for the copies, and gives the seconds that they took.
+
+        What this thread queues on a GPU after that comes after both. ``timeout_s`` is for plans that wait for others.
         """
         with torch.inference_mode():
-            seconds = 0.0
-            for number, pull in enumerate(self._pullers):
-                seconds += self._gate.run(number, pull, timeout_s) if self._gate is not None else pull()
+            finish = self._pullers[0].start() if self._gate is None else self._in_rounds(self._gate, timeout_s)
             for fill in self._fills:
                 self._live.view(fill.view, fill.size).fill_(fill.value)
-        return seconds
+        return finish
+
+    def _in_rounds(self, gate: Gate, timeout_s: float) -> Callable[[], float]:
+        seconds = sum(gate.run(number, puller.run, timeout_s) for number, puller in enumerate(self._pullers))
+        return lambda: seconds
 
 
-def _pullers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rounds: Sequence[int]) -> list[Callable[[], float]]:
+def _pullers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rounds: Sequence[int]) -> list[transports.Puller]:
+    """One a round."""
     assert sum(rounds) == len(pairs), f"{rounds} copies in rounds, {len(pairs)} in all"
-    pullers: list[Callable[[], float]] = []
-    at = 0
-    for count in rounds:
-        pullers.append(transports.make_puller(pairs[at : at + count]).run if count else lambda: 0.0)
-        at += count
-    return pullers
+    ends = [0, *accumulate(rounds)]
+    return [transports.make_puller(pairs[start:end]) for start, end in pairwise(ends)]
 
 
 class SlotViews:

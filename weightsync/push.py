@@ -10,6 +10,7 @@ an engine when something fails depends on one fact only: whether anything was ap
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -85,7 +86,12 @@ class Push:
         self._generations = generations
         self._flushing = Flushing(config=config, fanout=fanout, deadline=deadline)
         self._pausing = Pausing(
-            config=config, fanout=fanout, deadline=deadline, flushing=self._flushing, may_be_beside=may_pause_early
+            step,
+            config=config,
+            fanout=fanout,
+            deadline=deadline,
+            flushing=self._flushing,
+            may_be_beside=may_pause_early,
         )
         verifies = config.verify == "fingerprint"
         self._regions = {r: plan.regions(r) if verifies else [] for r in workers.ranks}
@@ -102,8 +108,9 @@ class Push:
     def run(self) -> SyncReport:
         """The main path. Raises a WeightSyncError whose ``report`` says what state each engine is in."""
         started = time.perf_counter()
+        push_id = secrets.token_hex(8)
         for link in self._links:
-            link.start_push(landed=partial(self._on_landed, link))
+            link.start_push(push_id, landed=partial(self._on_landed, link), sent=partial(self._on_sent, link))
         try:
             self._publish_and_transfer()
         except (SourcesMoved, EnginesGone):
@@ -115,6 +122,9 @@ class Push:
             fault = TransferError(f"{type(e).__name__}: {e}")
             self._abandon(fault)
             raise fault from e
+        finally:
+            for link in self._involved:
+                link.end_push()
         self._seconds["total"] = time.perf_counter() - started
         return self._report()
 
@@ -169,12 +179,18 @@ class Push:
 
     def _move(self) -> None:
         for link in self._links:
-            self._flushing.before_move(link)
+            if not link.pulls_beside:
+                self._flushing.beside(link)
         for name, route in self._routes.items():
             links = [link for link in self._links if link.route == name]
             if links:
                 self._settle_failures(links, route.move(links, self.step, self._deadline))
         self._each(self._end)
+
+    def _on_sent(self, link: EngineLink) -> None:
+        """Its ranks pull by themselves now, and its event loop is free."""
+        self._flushing.beside(link)
+        link.prepare_to_serve(str(self.step), self._deadline)
 
     def _on_landed(self, link: EngineLink) -> None:
         self._verification.on_landed(link, self._links)
@@ -190,9 +206,9 @@ class Push:
         self._settle_failures(self._links, self._flushing.outcomes(self._links))
 
     def _commit(self, link: EngineLink) -> None:
-        link.client.stamp(str(self.step), self._deadline)
+        link.stamp(str(self.step), self._deadline)
         link.progress.committed = True
-        link.version, link.state, link.error = str(self.step), "serving", ""
+        link.state, link.error = "serving", ""
 
     def _continue(self) -> None:
         """Resume and confirm, all at once. No call waits for another: there may be more engines than threads."""
@@ -204,7 +220,7 @@ class Push:
 
     def _resume(self, link: EngineLink) -> None:
         if self._config.pause != "none" or link.held:
-            link.client.resume(self._deadline)
+            link.resume(self._deadline)
         link.held = False
 
     def _confirm(self, link: EngineLink) -> None:

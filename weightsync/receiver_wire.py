@@ -36,7 +36,8 @@ class Pull(Struct, tag=True):
 
     ``verify``: read all of it back as well, here where the event loop does not compete for the interpreter.
 
-    ``timeout_s`` ends an exchange whose senders stall, and a pull in rounds whose actor does.
+    ``timeout_s`` ends an exchange whose senders stall, and a pull in rounds whose actor does. ``beside``: the engine is
+    paused until all ranks have ended, so a pull that goes on by itself need not keep the event loop.
 
     Whoever does not know ``session`` says so at ``reply`` by calling ``unknown``, if an address is given.
     """
@@ -50,6 +51,7 @@ class Pull(Struct, tag=True):
     tp_rank: int = -1
     timeout_s: float = 0.0
     verify: bool = False
+    beside: bool = False
 
 
 class Announcement(Struct):

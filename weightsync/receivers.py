@@ -16,7 +16,7 @@ import msgspec
 
 from weightsync import receiver_wire as wire
 from weightsync.deadline import Deadline
-from weightsync.engines import Engine
+from weightsync.engines import Call, Engine
 from weightsync.errors import EngineLost, PlanError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.inbox import Inbox
@@ -28,7 +28,10 @@ PING_S = 2.0
 
 
 class Receivers:
-    """Empty until ``attach``. ``layouts``: by TP rank, what it needs."""
+    """Empty until ``attach``. ``layouts``: by TP rank, what it needs.
+
+    ``goes_on``: whether pulls of the installed plan can go on beside the event loop of a paused engine.
+    """
 
     def __init__(self, client: Engine) -> None:
         self._client = client
@@ -40,6 +43,7 @@ class Receivers:
         self._is_sure = False  # that nothing happened since they last answered as they should
         self._session = ""
         self._plan_id = ""
+        self.goes_on = False
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -81,9 +85,11 @@ class Receivers:
 
     def install(self, plan_id: str, installs: list[wire.Install], *, verified: bool, deadline: Deadline) -> None:
         """Give every TP rank its part of the plan; it maps the trainer's memory."""
-        for rank, install in zip(self._ranks, installs, strict=True):
-            rank.call("install", msgspec.structs.replace(install, verified=verified), deadline=deadline)
-        self._plan_id = plan_id
+        goes_on = [
+            rank.call("install", msgspec.structs.replace(install, verified=verified), deadline=deadline, returns=bool)
+            for rank, install in zip(self._ranks, installs, strict=True)
+        ]
+        self._plan_id, self.goes_on = plan_id, all(goes_on)
 
     def are_attached(self) -> bool:
         """True while they are in the processes that were attached.
@@ -102,7 +108,7 @@ class Receivers:
 
     # ------------------------------------------------------------------------------- through the event loop
 
-    def pull(
+    def prepare_pull(
         self,
         push_id: str,
         step: int,
@@ -110,13 +116,9 @@ class Receivers:
         *,
         full: bool = False,
         verify: bool = False,
-        landed: Callable[[], None] = lambda: None,
-    ) -> list[wire.PullResult]:
-        """Run the installed plan in every rank; how it went, by rank.
-
-        ``landed`` is called, perhaps twice, when every rank has pulled, before the engine itself has answered. Raises
-        what the engine's call raises; whether the pull began is then for ``revoke`` to find out.
-        """
+        beside: bool = False,
+    ) -> Call:
+        """What ``pull`` makes of the engine: to run the installed plan in every rank, as ``wire.Pull`` says."""
         command = wire.Pull(
             session=self._session,
             push_id=push_id,
@@ -125,7 +127,25 @@ class Receivers:
             full=full,
             timeout_s=deadline.remaining_s(),
             verify=verify,
+            beside=beside,
         )
+        return self._client.update_ahead([wire.payload(command)] * len(self._ranks), wire.LOADER, deadline)
+
+    def pull(
+        self,
+        push_id: str,
+        update: Call,
+        deadline: Deadline,
+        *,
+        landed: Callable[[], None] = lambda: None,
+        sent: Callable[[], None] = lambda: None,
+    ) -> list[wire.PullResult]:
+        """Have every rank pull as was prepared; how it went, by rank.
+
+        ``sent`` is called when the engine's call is on its way, ``landed``, perhaps twice, when every rank has pulled,
+        which may be before the engine itself has answered. Raises what the engine's call raises; whether the pull began
+        is then for ``revoke`` to find out.
+        """
         self._is_sure = False
         ends = [self._waiting.submit(partial(self._result, r, push_id, deadline)) for r in self._ranks]
 
@@ -135,9 +155,9 @@ class Receivers:
 
         for end in ends:
             end.add_done_callback(look)
-        self._client.update([wire.payload(command)] * len(self._ranks), wire.LOADER, deadline)
+        update.make(deadline, sent=sent)
         results = [
-            early if early.ended else self._result(rank, push_id, deadline)
+            self._ended(rank, early, deadline)
             for rank, early in zip(self._ranks, [end.result() for end in ends], strict=True)
         ]
         self._is_sure = all(result.ok for result in results)
@@ -193,6 +213,15 @@ class Receivers:
         except WeightSyncError:
             return False
         return [s.boot_id for s in statuses] == self._boot_ids and all(s.session == self._session for s in statuses)
+
+    def _ended(self, rank: Client, found: wire.PullResult, deadline: Deadline) -> wire.PullResult:
+        """The result of a pull that the engine has taken; it may go on beside."""
+        if found.kind == "not_started":  # asked for too early
+            found = self._result(rank, found.push_id, deadline)
+        while found.kind == "not_ended":
+            deadline.check("waiting for a pull to end", engine=self._url, phase="move")
+            found = self._result(rank, found.push_id, deadline)
+        return found
 
     def _result(self, rank: Client, push_id: str, deadline: Deadline) -> wire.PullResult:
         """How a pull went. Asked before it begins, so that the answer is on its way when the engine's own is."""

@@ -81,7 +81,6 @@ class PullRoute:
         self._fanout.all(lambda link: note_contexts(link, link.url in relayed, deadline), links)
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
-        push_id = secrets.token_hex(8)
         opaque = [link for link in links if link.has_opaque]
         failed: dict[str, Outcome] = {}
         if opaque:
@@ -91,12 +90,12 @@ class PullRoute:
 
         pulled = [link for link in links if link.url not in failed]
         led = [link for link in pulled if self._num_rounds[link.url]]
-        conductor = self._conductor(push_id, step, led, deadline)
+        conductor = self._conductor(step, led, deadline)
         conducting = self._fanout.submit(conductor.run) if led else None
 
         def pull(link: EngineLink) -> None:
             try:
-                link.pull(push_id, step, deadline)
+                link.pull(step, deadline)
             finally:
                 conductor.leave(link.url)
 
@@ -110,10 +109,9 @@ class PullRoute:
                 link.progress.seconds["relay"] = self._relayed_s[link.url]
         return [found[link.url] for link in links]
 
-    def _conductor(self, push_id: str, step: int, links: list[EngineLink], deadline: Deadline) -> Conductor:
+    def _conductor(self, step: int, links: list[EngineLink], deadline: Deadline) -> Conductor:
         return Conductor(
-            push_id,
-            {link.url: link.receivers for link in links},
+            {link.url: (link.receivers, link.progress.push_id) for link in links},
             num_rounds=max((self._num_rounds[link.url] for link in links), default=0),
             num_parts=self._num_parts,
             fill=lambda number: self._workers.fill(step, number, deadline),

@@ -6,7 +6,6 @@ Each engine has a group of its own; see ``transports.nccl`` for who sits in whic
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -67,14 +66,13 @@ class NcclRoute:
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Broadcast to the stock engines and exchange with the others, at the same time."""
         stock = [link for link in links if not link.has_receiver]
-        push_id = secrets.token_hex(8)
         broadcasting = self._fanout.submit(lambda: self._whole.move(stock, step, deadline)) if stock else None
         with_receiver = [link for link in links if link.has_receiver]
         failed = self._move_rest([link for link in with_receiver if link.has_opaque], step, deadline)
 
         def exchange(link: EngineLink) -> Outcome:
             if failed.get(link.url) is None:
-                self._exchanges[link.url].move(push_id, step, deadline)
+                self._exchanges[link.url].move(step, deadline)
             return failed.get(link.url)
 
         outcomes = dict(zip([li.url for li in with_receiver], self._fanout.each(exchange, with_receiver), strict=True))

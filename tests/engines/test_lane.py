@@ -206,7 +206,7 @@ def test_what_comes_behind_an_answer_is_nobodys(server, connected, make):
     server.connections[0].sendall(answer("yes") + answer("bye", "Connection: close", status="408 Request Timeout"))
     assert one.result(5).content == b"yes"
     two = make(hold(connected, "two"))
-    until(lambda: len(server.connections) == 2)
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"two"])
     server.connections[1].sendall(answer("two"))
     assert two.result(5).content == b"two"
 
@@ -233,14 +233,14 @@ def test_a_chunked_answer_is_put_together(server, connected, make):
     assert (reply.status, reply.content, reply.is_success) == (400, b"abcde", False)
 
 
-def test_a_connection_that_stood_idle_is_not_used(server, connected, make, monkeypatch):
-    monkeypatch.setattr(lanes, "KEEPALIVE_S", -1.0)
-    held = hold(connected, "b")
-    assert held.stream is None
-    one = make(held)
-    until(lambda: len(server.connections) == 2)
+@pytest.mark.parametrize("when", ["before it is held", "before it is made"])
+def test_a_connection_that_stood_idle_is_not_used(server, connected, make, when):
+    held = None if when == "before it is held" else hold(connected, "one!")
+    connected._used -= 2 * lanes.KEEPALIVE_S
+    one = make(held or hold(connected, "one!"))
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"one!"])
     server.connections[1].sendall(answer("yes"))
-    assert one.result(5).status == 200
+    assert one.result(5).status == 200 and server.bodies(0)[1:] in ([], [b"one"])
 
 
 def test_a_connection_that_breaks_is_an_error_and_the_next_call_takes_another(server, connected, make):
@@ -321,6 +321,36 @@ def test_closing_ends_what_is_under_way(server, connected, make):
     with pytest.raises(EngineLost):
         one.result(2)
     connected.close()
+
+
+def test_a_connection_is_made_for_what_is_held(server, lane, make):
+    held = hold(lane, "one!")
+    until(lambda: bool(server.came) and server.bodies(0) == [b"one"])
+    one = make(held)
+    until(lambda: server.bodies(0) == [b"one!"])
+    server.connections[0].sendall(answer("yes"))
+    assert one.result(5).content == b"yes" and len(server.connections) == 1
+
+
+def test_who_waits_for_a_request_to_be_on_its_way_hears_of_it_before_the_answer(server, connected):
+    def sent() -> None:
+        until(lambda: server.bodies(0)[-1] == b"whole")
+        server.connections[0].sendall(answer("yes"))
+
+    deadline = Deadline(5, "test")
+    held = hold(connected, "whole")
+    reply = connected.make(held, deadline=deadline, phase="move", retry=False, sent=sent)
+    assert reply.content == b"yes", "who waits for the answer first waits for ever"
+
+
+def test_holding_what_does_not_get_through_takes_little_of_a_deadline(monkeypatch):
+    monkeypatch.setattr(lanes, "AHEAD_S", 0.1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    full, started = Lane(f"http://127.0.0.1:{listener.getsockname()[1]}"), time.monotonic()
+    full.hold("POST", "/update", body=b"x" * (64 << 20), key="", deadline=Deadline(30, "test"))
+    assert time.monotonic() - started < 2
+    full.close()
+    listener.close()
 
 
 def test_over_tls_nothing_is_written_ahead():

@@ -97,6 +97,41 @@ def test_stamping_leaves_requests_alone_and_wants_a_string(fake: FakeEngine, cli
         client.stamp(12, soon())  # type: ignore[arg-type]
 
 
+def test_what_is_written_ahead_happens_when_it_is_made_or_never(fake: FakeEngine, client: SglangEngine) -> None:
+    client.pause("abort", soon())
+    client.begin(soon())
+    made = [
+        client.update_ahead(["a", "b"], None, soon()),
+        client.stamp_ahead("12", soon()),
+        client.resume_ahead(soon()),
+    ]
+    dropped = client.stamp_ahead("13", soon())
+    before, sent = fake.paths(), list[str]()
+    time.sleep(0.1)
+    assert fake.paths() == before and fake.paused and fake.weight_version == "default"
+    dropped.drop()
+    for call in made:
+        call.make(soon(), sent=lambda: sent.append(fake.calls[-1].path))
+        call.drop()
+    assert fake.paths()[len(before) :] == [UPDATE, "/update_weight_version", "/continue_generation"]
+    assert fake.weight_version == "12" and not fake.paused and len(sent) == 3
+    ahead, at_once = (c.body for c in [*fake.calls[-3:-2], fake.calls[-3]])
+    assert ahead == at_once and ahead["serialized_named_tensors"] == ["a", "b"] and ahead["flush_cache"] is False
+
+
+def test_what_was_written_ahead_fails_as_other_calls_do(fake: FakeEngine, client: SglangEngine) -> None:
+    for path, call in {
+        "/update_weight_version": client.stamp_ahead("12", soon()),
+        "/continue_generation": client.resume_ahead(soon()),
+    }.items():
+        fake.misbehave(path, "500")
+        with pytest.raises(EngineRejected, match=f"POST {path}: HTTP 500") as caught:
+            call.make(soon())
+        assert caught.value.safe_to_retry and caught.value.engine == fake.url
+    client.stamp("12", soon())
+    assert fake.weight_version == "12"
+
+
 def test_a_stamp_that_does_not_stick_is_noticed(fake: FakeEngine, client: SglangEngine) -> None:
     fake._stamp = lambda body: (200, {"success": True})  # type: ignore[method-assign]
     client.stamp("3", soon())
@@ -351,7 +386,7 @@ def test_an_engine_by_an_ipv6_address_is_called_by_its_name_in_brackets() -> Non
 
         def asked() -> None:
             with pytest.raises(EngineLost):
-                client.resume(soon())
+                client.pause("abort", soon())
 
         asking = threading.Thread(target=asked)
         asking.start()

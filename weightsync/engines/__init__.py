@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -55,11 +56,14 @@ class Tensors(msgspec.Struct, frozen=True):
     shapes: list[tuple[int, ...]]
 
 
-class Update(Protocol):
+class Call(Protocol):
     """A call that is on its way to the engine but for its end: nothing happens before it is made."""
 
-    def make(self, deadline: Deadline) -> None:
-        """Between GPUs an answer says that the engine takes part, not that the bytes are there."""
+    def make(self, deadline: Deadline, *, sent: Callable[[], None] = lambda: None) -> None:
+        """Have it carried out. ``sent`` is called when all of it is on its way.
+
+        Of an update between GPUs an answer says that the engine takes part, not that the bytes are there.
+        """
         ...
 
     def drop(self) -> None:
@@ -104,15 +108,19 @@ class Engine(Protocol):
         """Hand over one payload a TP rank; returns when every rank has loaded its own. ``what`` names it in errors."""
         ...
 
+    def update_ahead(self, payloads: list[str], load_format: str | None, deadline: Deadline) -> Call:
+        """As ``update``, but made by ``Call.make``, one at a time: it is on its way until then, all but a byte."""
+        ...
+
     def init_weights_update_group(self, group: GroupSpec, deadline: Deadline) -> None:
         """Have every TP rank join a group; the engine does nothing else until all members have come."""
         ...
 
     def update_from_distributed(
         self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
-    ) -> Update:
+    ) -> Call:
         """A call that has the engine receive one bucket by a broadcast, or by one a tensor if not ``flattened``, and
-        load it. It is made by ``Update.make``, one at a time. ``what`` names the bucket in errors.
+        load it. It is made by ``Call.make``, one at a time. ``what`` names the bucket in errors.
         """
         ...
 
@@ -128,12 +136,20 @@ class Engine(Protocol):
         """Set the weight version that the engine reports."""
         ...
 
+    def stamp_ahead(self, version: str, deadline: Deadline) -> Call:
+        """As ``stamp``, but made by ``Call.make``."""
+        ...
+
     def confirm(self, version: str, deadline: Deadline) -> None:
         """Raise EngineRejected if the engine reports another weight version."""
         ...
 
     def resume(self, deadline: Deadline) -> None:
         """Go on generating."""
+        ...
+
+    def resume_ahead(self, deadline: Deadline) -> Call:
+        """As ``resume``, but made by ``Call.make``."""
         ...
 
     def weight_version(self, deadline: Deadline) -> str:

@@ -12,6 +12,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -22,6 +23,8 @@ from weightsync.deadline import Deadline
 from weightsync.engines.http import KEEPALIVE_S, Reply, headers_of, host_of, left_s, typed
 
 READ_BYTES = 1 << 16
+AHEAD_S = 0.5
+"""What writing ahead may take: it is there to save time."""
 
 
 @dataclass
@@ -52,7 +55,11 @@ class Lane:
         self._used = 0.0
 
     def hold(self, method: str, path: str, *, body: bytes, key: str, deadline: Deadline) -> Held:
-        """Write a request but for its last byte, if it is the next one; else ``make`` writes all of it."""
+        """Write a request but for its last byte, if it is the next one; else ``make`` writes all of it.
+
+        The server must read the body before it does anything: with the head alone it may begin. Raises nothing: what
+        is wrong with the connection shows in ``make``.
+        """
         parser = h11.Connection(h11.CLIENT)
         headers = [*headers_of(self._host, key, body).items(), ("Content-Length", str(len(body)))]
         head = h11.Request(method=method, target=self._url.path.rstrip("/") + path, headers=headers)
@@ -66,11 +73,21 @@ class Lane:
                 self._lock.release()
         return held
 
-    def make(self, held: Held, *, deadline: Deadline, phase: str, retry: bool) -> Reply:
-        """Have the request carried out; as ``Http.call``."""
+    def make(
+        self,
+        held: Held,
+        *,
+        deadline: Deadline,
+        phase: str,
+        retry: bool,
+        sent: Callable[[], None] = lambda: None,
+    ) -> Reply:
+        """Have the request carried out; as ``Http.call``. ``sent`` is called when all of it is on its way."""
         with typed(held.doing, self._base, phase, retry, deadline):
             try:
-                reply = self._read(held, self._complete(held, deadline), deadline)
+                stream = self._complete(held, deadline)
+                sent()
+                reply = self._read(held, stream, deadline)
             except h11.RemoteProtocolError as e:
                 self.close()
                 raise httpcore.RemoteProtocolError(e) from e
@@ -96,13 +113,15 @@ class Lane:
             _shut(stream)
 
     def _write_ahead(self, held: Held, deadline: Deadline) -> None:
-        stream = self._usable()
-        if stream is None or self._ahead is not None or self._unmade[0] is not held:
+        if self._ahead is not None or self._unmade[0] is not held:
             return
-        held.stream, self._ahead = stream, held
+        soon = Deadline(min(AHEAD_S, deadline.remaining_s()), deadline.what)
         try:
-            stream.write(held.text[:-1], timeout=left_s(deadline))
-        except (httpcore.NetworkError, httpcore.TimeoutException):
+            self._stream = stream = self._usable() or self._connect(soon)
+            held.stream, self._ahead = stream, held
+            stream.write(held.text[:-1], timeout=left_s(soon))
+            self._used = time.monotonic()
+        except (httpcore.NetworkError, httpcore.TimeoutException, UnicodeError):
             self.close()
 
     def _usable(self) -> httpcore.NetworkStream | None:

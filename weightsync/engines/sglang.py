@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -28,6 +28,13 @@ from weightsync.errors import ConfigError, EngineRejected, WeightSyncError
 TEXT_LIMIT = 600
 FLUSH_RETRY_S = 0.25
 DRAIN_S, DRAIN_POLL_S = 0.1, 0.005
+AHEAD = (
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weight_version",
+    "/continue_generation",
+)
+"""What may be written ahead: calls whose body the server reads first."""
 ANSWERS_S, ANSWER_S = 0.01, 0.0005  # in which a server answers requests that its scheduler has ended, and each of them
 
 
@@ -49,7 +56,7 @@ class SglangEngine:
         self._keys = {"GET": api_key or admin_api_key, "POST": admin_api_key or api_key}
         self._has_sessions: bool | None = None
         self._http = Http(self.url)
-        self._lane = Lane(self.url)
+        self._lanes = {path: Lane(self.url) for path in AHEAD}
 
     # ----------------------------------------------------------------------------------------------- the protocol
 
@@ -132,14 +139,12 @@ class SglangEngine:
 
     def update(self, payloads: list[str], load_format: str | None, deadline: Deadline, *, what: str = "") -> None:
         """``/update_weights_from_tensor``, one base64 payload a TP rank. Never flushes, never stamps a version."""
-        body: dict[str, Any] = {
-            "serialized_named_tensors": payloads,
-            "load_format": load_format,
-            "flush_cache": False,
-            "abort_all_requests": False,
-        }
-        body |= {"selector": "target"} if self._sessions() else {"disable_draft_model": True}
-        self._update("/update_weights_from_tensor", body, deadline, what)
+        with _named(what):
+            self._json("POST", "/update_weights_from_tensor", "move", deadline, self._update_of(payloads, load_format))
+
+    def update_ahead(self, payloads: list[str], load_format: str | None, deadline: Deadline) -> LaneCall:
+        """As ``update``, in two steps."""
+        return self._ahead("/update_weights_from_tensor", "move", deadline, self._update_of(payloads, load_format))
 
     def init_weights_update_group(self, group: GroupSpec, deadline: Deadline) -> None:
         """``/init_weights_update_group``. The port must be bound already, and the call made from a thread."""
@@ -147,7 +152,7 @@ class SglangEngine:
 
     def update_from_distributed(
         self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
-    ) -> LaneUpdate:
+    ) -> LaneCall:
         """``/update_weights_from_distributed``. Never flushes, never stamps a version."""
         body = msgspec.to_builtins(tensors) | {
             "group_name": group_name,
@@ -156,21 +161,15 @@ class SglangEngine:
             "abort_all_requests": False,
         }
         body |= {"selector": "target"} if self._sessions() else {}
-        path = "/update_weights_from_distributed"
-        held = self._lane.hold("POST", path, body=msgspec.json.encode(body), key=self._keys["POST"], deadline=deadline)
-        return LaneUpdate(self, self._lane, held, what)
+        return self._ahead("/update_weights_from_distributed", "move", deadline, body, what=what)
 
-    def check_update(self, reply: Reply) -> None:
-        """Raise what an update call that was answered so raises."""
-        self._accepted(self._authorised(reply, "POST", "move"), "move")
+    def check(self, reply: Reply, phase: str, retry: bool) -> None:
+        """Raise what a call that was answered so raises."""
+        self._accepted(self._authorised(reply, "POST", phase), phase, retry)
 
     def destroy_weights_update_group(self, group_name: str, deadline: Deadline) -> None:
         """``/destroy_weights_update_group``."""
         self._json("POST", "/destroy_weights_update_group", "move", deadline, {"group_name": group_name})
-
-    def _update(self, path: str, body: dict[str, Any], deadline: Deadline, what: str) -> None:
-        with _named(what):
-            self._json("POST", path, "move", deadline, body)
 
     def end(self, deadline: Deadline) -> None:
         """``/end_weight_update`` from 0.5.21 on."""
@@ -179,10 +178,14 @@ class SglangEngine:
 
     def stamp(self, version: str, deadline: Deadline) -> None:
         """``/update_weight_version``, which leaves running requests alone."""
+        _made(self.stamp_ahead(version, deadline), deadline)
+
+    def stamp_ahead(self, version: str, deadline: Deadline) -> LaneCall:
+        """As ``stamp``, in two steps."""
         if not isinstance(version, str) or not version:
             raise ConfigError(f"a weight version is a non-empty string, got {version!r}")
         body = {"new_version": version, "abort_all_requests": False}
-        self._json("POST", "/update_weight_version", "commit", deadline, body, retry=True)
+        return self._ahead("/update_weight_version", "commit", deadline, body, retry=True)
 
     def confirm(self, version: str, deadline: Deadline) -> None:
         """``/model_info``: an answer of ``success`` proves nothing."""
@@ -196,7 +199,11 @@ class SglangEngine:
 
     def resume(self, deadline: Deadline) -> None:
         """``/continue_generation``."""
-        self._json("POST", "/continue_generation", "continue", deadline, {}, retry=True)
+        _made(self.resume_ahead(deadline), deadline)
+
+    def resume_ahead(self, deadline: Deadline) -> LaneCall:
+        """As ``resume``, in two steps."""
+        return self._ahead("/continue_generation", "continue", deadline, {}, retry=True)
 
     def weight_version(self, deadline: Deadline) -> str:
         """The ``weight_version`` of ``/model_info``; "default" after a start."""
@@ -204,9 +211,26 @@ class SglangEngine:
 
     def close(self) -> None:
         self._http.close()
-        self._lane.close()
+        for lane in self._lanes.values():
+            lane.close()
 
     # ------------------------------------------------------------------------------------------------- one call
+
+    def _update_of(self, payloads: list[str], load_format: str | None) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "serialized_named_tensors": payloads,
+            "load_format": load_format,
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        return body | ({"selector": "target"} if self._sessions() else {"disable_draft_model": True})
+
+    def _ahead(
+        self, path: str, phase: str, deadline: Deadline, body: dict[str, Any], *, retry: bool = False, what: str = ""
+    ) -> LaneCall:
+        lane = self._lanes[path]
+        held = lane.hold("POST", path, body=msgspec.json.encode(body), key=self._keys["POST"], deadline=deadline)
+        return LaneCall(self, lane, held, phase, retry, what)
 
     def _sessions(self) -> bool:
         assert self._has_sessions is not None, "connect first"
@@ -279,19 +303,27 @@ def _version(text: str) -> tuple[int, int, int] | None:
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
-class LaneUpdate:
-    """An update that lies in a lane; see ``engines.Update``."""
+class LaneCall:
+    """A call that lies in a lane; see ``engines.Call``."""
 
-    def __init__(self, engine: SglangEngine, lane: Lane, held: Held, what: str) -> None:
-        self._engine, self._lane, self._held, self._what = engine, lane, held, what
+    def __init__(self, engine: SglangEngine, lane: Lane, held: Held, phase: str, retry: bool, what: str) -> None:
+        self._engine, self._lane, self._held = engine, lane, held
+        self._phase, self._retry, self._what = phase, retry, what
 
-    def make(self, deadline: Deadline) -> None:
+    def make(self, deadline: Deadline, *, sent: Callable[[], None] = lambda: None) -> None:
         with _named(self._what):
-            reply = self._lane.make(self._held, deadline=deadline, phase="move", retry=False)
-            self._engine.check_update(reply)
+            reply = self._lane.make(self._held, deadline=deadline, phase=self._phase, retry=self._retry, sent=sent)
+            self._engine.check(reply, self._phase, self._retry)
 
     def drop(self) -> None:
         self._lane.drop(self._held)
+
+
+def _made(call: LaneCall, deadline: Deadline) -> None:
+    try:
+        call.make(deadline)
+    finally:
+        call.drop()
 
 
 @contextmanager

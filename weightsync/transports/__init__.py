@@ -7,7 +7,7 @@ actor.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast, runtime_checkable
 
@@ -33,12 +33,23 @@ class Memory(Protocol):
 
 
 class Puller(Protocol):
-    """A fixed set of copies. ``num_bytes`` are bytes written by a run."""
+    """A fixed set of copies. ``num_bytes`` are bytes written by a run.
+
+    ``goes_on``: whether ``start`` returns before they are done.
+    """
 
     num_bytes: int
+    goes_on: bool
+
+    def start(self, *, alone: bool = True) -> Callable[[], float]:
+        """Begin, after all else on their GPU if ``alone``. What is returned waits for the end; seconds from the begin.
+
+        What this thread queues on a GPU after that comes after the copies.
+        """
+        ...
 
     def run(self, *, alone: bool = True) -> float:
-        """Do the copies, all of them done on return; seconds that it took. ``alone``: after all else on their GPU."""
+        """Do the copies, all of them done on return; seconds that it took."""
         ...
 
 

@@ -8,9 +8,10 @@ engines and, for arenas and relays, in training workers and the actor.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -74,31 +75,37 @@ class Puller:
     def num_launches(self) -> int:
         return sum(step.num_launches for step in self._steps)
 
-    def run(self, *, alone: bool = True) -> float:
-        """Do the copies; seconds from the first launch until the GPU has finished them.
+    goes_on = True
 
-        Waits first for all work of this process on the target's GPU; if not ``alone``, for none, and then only for the
-        copies. The sources' owners must have synchronised.
+    def start(self, *, alone: bool = True) -> Callable[[], float]:
+        """Launch the copies. What is returned waits until the GPU has made them: seconds from the first launch.
+
+        Waits first for all work of this process on the target's GPU; if not ``alone``, for none. The sources' owners
+        must have synchronised. The current stream goes on after the copies.
         """
         if not self._kept:
-            return 0.0
+            return lambda: 0.0
         with cuda_driver.on(self.device):
             if alone:
                 torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
+            begun, stream, done = time.perf_counter(), torch.cuda.current_stream(self.device), torch.cuda.Event()
             for step in self._steps:
                 step()
-            if alone:
-                torch.cuda.synchronize(self.device)
-            else:
-                self._wait()
-            return time.perf_counter() - start
+            for step in self._steps:
+                if isinstance(step, _DriverCopies):
+                    step.join(stream)
+            done.record(stream)
 
-    def _wait(self) -> None:
-        torch.cuda.current_stream(self.device).synchronize()
-        for step in self._steps:
-            if isinstance(step, _DriverCopies):
-                step.wait()
+        def finish() -> float:
+            with torch.cuda.device(self.device):
+                done.synchronize()
+            return time.perf_counter() - begun
+
+        return finish
+
+    def run(self, *, alone: bool = True) -> float:
+        """Do the copies; seconds from the first launch until the GPU has finished them. As ``start``, and wait."""
+        return self.start(alone=alone)()
 
 
 class _FromHost:
@@ -121,7 +128,7 @@ class _DriverCopies:
         self._batched = batched and cuda_driver.has_batch()
         self._targets, self._sources = [p.target for p in pieces], [p.source for p in pieces]
         self._sizes = [p.length for p in pieces]
-        self._streams = [torch.cuda.Stream(device) for _ in range(1 if self._batched else _STREAMS)]
+        self._streams = _streams(device)[: 1 if self._batched else _STREAMS]
         self.num_launches = 1 if self._batched else len(pieces)
 
     def __call__(self) -> None:
@@ -132,9 +139,10 @@ class _DriverCopies:
         for i, copy in enumerate(zip(self._targets, self._sources, self._sizes, strict=True)):
             cuda_driver.copy(*copy, handles[i % len(handles)])
 
-    def wait(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
+    def join(self, stream: torch.cuda.Stream) -> None:
+        """Have ``stream`` go on after them."""
+        for own in self._streams:
+            stream.wait_stream(own)
 
 
 class _Chunks:
@@ -197,6 +205,14 @@ class _Tiles:
 
     def __call__(self) -> None:
         self._launch(self._count)
+
+
+@functools.lru_cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """The same for all copies: torch hands out 32 a device again and again, and one of them may be an NCCL group's,
+    behind whose broadcast a copy would then wait.
+    """
+    return [torch.cuda.Stream(device) for _ in range(_STREAMS)]
 
 
 def _programs(device: torch.device) -> int:
