@@ -74,7 +74,8 @@ def test_a_constant_of_any_dtype_is_told_from_what_was_kept_by_bits_and_by_finge
     live.keep(["rotary", "constant"])
 
     def by_fingerprint() -> str:
-        return live._by_fingerprint(list(live.constants))()()
+        prints = live._prints(list(live.constants))
+        return prints.first_other(prints.check.run())
 
     assert (live.changed_constant(), by_fingerprint()) == ("", "")
     bits(m.constant)[1, 2].bitwise_xor_(1)

@@ -6,13 +6,16 @@ import base64
 import pickle
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from tests.fakes.going import Going, going_on
 from weightsync import receiver, receiver_session
 from weightsync import receiver_wire as wire
+from weightsync.board import Reader
 from weightsync.boxes import dense_strides, whole
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineLost, PlanError, TransferError, VerifyMismatch
@@ -472,56 +475,70 @@ class Plain(Served):
         self.qkv.data[8:].fill_(0)
 
 
-class Going(shm.Puller):
-    """Copies as a GPU's do: begun by ``start``, done some time after it, here when a test says so."""
-
-    goes_on = True
-    may_end = threading.Event()
-    error = ""
-
-    def start(self, *, alone: bool = True):
-        def finish() -> float:
-            assert self.may_end.wait(10), "the test never let it end"
-            if self.error:
-                raise RuntimeError(self.error)
-            return self.run()
-
-        return finish
-
-
 @pytest.fixture
 def going(monkeypatch):
     """A rig whose copies go on beside the event loop until ``Going.may_end``."""
-    monkeypatch.setattr(shm, "make_puller", Going)
-    monkeypatch.setattr(Going, "may_end", threading.Event())
+    going_on(monkeypatch)
     rig = Rig(Plain())
     yield rig
     Going.may_end.set()
     rig.close()
 
 
-def pull_beside(rig: Rig, push_id: str, *, beside: bool = True, verify: bool = False) -> None:
+def installed(rig: Rig) -> wire.Installed:
+    return rig.call("install", rig.trainer.install(rig.layout), returns=wire.Installed)
+
+
+def hung_up(rig: Rig) -> Reader:
+    """The board of a plan that is installed now."""
+    answer = installed(rig)
+    assert answer.goes_on and answer.board is not None
+    return Reader(answer.board)
+
+
+def pull_beside(rig: Rig, push_id: str, *, beside: bool = True) -> None:
     """As the event loop does it: what comes after this comes after the loader has returned."""
-    send(rig.model, wire.Pull("s1", push_id, "plan", step=7, beside=beside, verify=verify))
+    send(rig.model, wire.Pull("s1", push_id, "plan", step=7, beside=beside))
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_pull_that_goes_on_leaves_the_event_loop_and_ends_when_its_copies_do(going, verify):
-    assert going.call("install", going.trainer.install(going.layout), returns=bool) is True
-    weights = going.trainer.step(1)
-    pull_beside(going, "p1", verify=verify)
-    early = going.result("p1")
-    assert (early.kind, early.ended, early.applied) == ("not_ended", False, True)
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
+
+
+def test_a_pull_that_goes_on_leaves_the_event_loop_and_its_board_says_when_it_has_landed(going):
+    board, weights = hung_up(going), going.trainer.step(1)
+    pull_beside(going, "p1")
+    assert (board.goes_on("p1"), board.has_landed("p1"), board.goes_on("p2")) == (True, False, False)
+    assert not torch.equal(going.model.norm, weights["norm"])
     Going.may_end.set()
-    result = going.call("result", wire.ResultRequest("p1"), returns=wire.PullResult)
-    assert (result.ok, result.num_bytes, result.step) == (True, 27 * 4, 7) and result.seconds > 0
+    until(lambda: board.has_landed("p1"))
     expected = Plain()
     expected.load_weights(iter(weights.items()))
     assert torch.equal(going.model.qkv, expected.qkv) and torch.equal(going.model.norm, expected.norm)
+    assert board.num_bytes() == 27 * 4 and 0 < board.seconds() < 5
+    result = going.result("p1")
+    assert (result.ok, result.applied, result.num_bytes, result.seconds) == (True, True, 27 * 4, 0.25)
+    pull_beside(going, "p2")
+    until(lambda: board.has_landed("p2"))
+    assert going.call("verify", returns=list[int])
+
+
+def test_asking_for_the_result_of_a_pull_that_goes_on_waits_for_its_end(going):
+    hung_up(going)
+    early, answers = asked_early(going, "p1")
+    pull_beside(going, "p1")
+    early.join(0.1)
+    assert answers == []
+    Going.may_end.set()
+    early.join(5)
+    assert [(a.ok, a.ended) for a in answers] == [(True, True)]
 
 
 def test_what_a_pull_reads_stays_mapped_until_it_has_ended(going):
-    going.install()
+    hung_up(going)
     pull_beside(going, "p1")
     letting_go = threading.Thread(target=going.call, args=("let_go",))
     letting_go.start()
@@ -534,7 +551,7 @@ def test_what_a_pull_reads_stays_mapped_until_it_has_ended(going):
 
 
 def test_a_session_is_replaced_only_when_its_pull_has_ended(going):
-    going.install()
+    hung_up(going)
     pull_beside(going, "p1")
     attaching = threading.Thread(target=going.attach, args=("s2",))
     attaching.start()
@@ -545,33 +562,45 @@ def test_a_session_is_replaced_only_when_its_pull_has_ended(going):
     assert not attaching.is_alive()
 
 
-def test_copies_that_fail_on_their_way_are_told_as_applied(going, monkeypatch):
+def test_copies_that_fail_on_their_way_never_land_and_are_told_as_applied(going, monkeypatch):
     monkeypatch.setattr(Going, "error", "an illegal memory access was encountered")
-    going.install()
+    board = hung_up(going)
     pull_beside(going, "p1")
     Going.may_end.set()
-    result = going.call("result", wire.ResultRequest("p1"), returns=wire.PullResult)
+    result = going.result("p1")
     assert (result.ok, result.applied, result.kind) == (False, True, "failed") and "illegal" in result.error
+    assert board.goes_on("p1") and not board.has_landed("p1")
     assert going.call("verify", returns=list[int])  # and the next call is not kept waiting
 
 
-@pytest.mark.parametrize("why", ["the engine is not paused", "something is computed from it", "no thread is to be had"])
-def test_a_pull_that_may_not_go_on_keeps_the_event_loop(why, going, monkeypatch):
+def test_a_pull_into_an_engine_that_is_not_paused_keeps_the_event_loop(going):
+    Going.may_end.set()
+    board = hung_up(going)
+    pull_beside(going, "p1", beside=False)
+    assert going.result("p1").ok and not board.goes_on("p1")
+
+
+@pytest.mark.parametrize("why", ["something is computed from it", "no room for a board"])
+def test_a_plan_whose_pulls_cannot_go_on_says_so(why, going, monkeypatch):
     Going.may_end.set()
     if why == "something is computed from it":
         going.close()
         going = Rig(Served())
-    elif why == "no thread is to be had":
-        monkeypatch.setattr(receiver_session.threading.Thread, "start", no_thread)
-    goes_on = going.call("install", going.trainer.install(going.layout), returns=bool)
-    assert goes_on is (why != "something is computed from it")
-    pull_beside(going, "p1", beside=why != "the engine is not paused")
-    monkeypatch.undo()
+    else:
+        monkeypatch.setattr(shm, "allocate", lambda nbytes: (_ for _ in ()).throw(TransferError("no room")))
+    assert installed(going) == wire.Installed()
+    pull_beside(going, "p1")
     assert going.result("p1").ok
 
 
-def no_thread(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
+def test_a_board_belongs_to_its_plan(going):
+    before = hung_up(going)
+    after = hung_up(going)
+    Going.may_end.set()
+    pull_beside(going, "p1")
+    until(lambda: after.has_landed("p1"))
+    assert not before.goes_on("p1")
+    going.call("detach")
 
 
 def test_a_result_asked_for_early_comes_when_the_pull_ends(rig):

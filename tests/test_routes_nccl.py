@@ -25,7 +25,7 @@ from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferE
 from weightsync.fanout import Fanout
 from weightsync.groups import together
 from weightsync.spec import PushRequest, Segment, TensorSpec
-from weightsync.transports.bucket import plan_buckets
+from weightsync.transports.bucket import without_gaps
 from weightsync.transports.nccl_wire import Broadcast, Part
 from weightsync.transports.sender import Nursery
 
@@ -73,7 +73,7 @@ def test_a_bucket_is_asked_for_when_the_one_before_is_granted_and_lies_there_bef
     one = world(stock(2))
     one.push(1)
     fake, answered, ahead = one.engines[0], [], []
-    update, lane = fake.groups.update, one.session._links[0].client._lane
+    update, lane = fake.groups.update, one.session._links[0].client._lanes[DISTRIBUTED]
     make = lane.make
 
     def load(body):
@@ -156,7 +156,6 @@ def test_buckets_that_each_take_less_than_one_may_are_no_stall(world, monkeypatc
 @pytest.mark.parametrize("engines", [1, 2], ids=["filled by the sender", "filled by the actor"])
 def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines):
     monkeypatch.setattr(routes_broadcast, "PART_BYTES", 1)
-    monkeypatch.setattr(routes_broadcast, "FLAT_BYTES", 0)
     one = world(*[stock(1 + number) for number in range(engines)])
     for step in (1, 2):
         one.push(step)
@@ -168,24 +167,33 @@ def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines)
     assert {body["load_format"] for body in sent if body["names"] != groups_broadcast.PROBE.names} == {None}
 
 
-def test_small_buckets_and_tensors_and_those_that_nccl_may_not_know_are_flattened():
-    def parts(nbytes: int, *dtypes: str) -> list[Part]:
-        specs = [
-            TensorSpec(f"t{i}", (nbytes // getattr(torch, dtype).itemsize,), dtype) for i, dtype in enumerate(dtypes)
-        ]
-        (planned,) = plan_buckets(specs, 1 << 40)
-        return routes_broadcast.parts_of(planned)
+def test_small_tensors_and_those_that_nccl_may_not_know_are_flattened_and_apart_from_large_ones():
+    least = routes_broadcast.PART_BYTES
 
-    half = routes_broadcast.FLAT_BYTES // 2
-    assert parts(half, "bfloat16", "bfloat16") == []
-    assert parts(half + 2, "bfloat16", "bfloat16") == [
-        Part(0, half + 2, "bfloat16"),
-        Part(half + 2, 2 * half + 4, "bfloat16"),
+    def spec(name: str, nbytes: int, dtype: str = "bfloat16") -> TensorSpec:
+        return TensorSpec(name, (nbytes // getattr(torch, dtype).itemsize,), dtype)
+
+    def sent(limit_bytes: int, *specs: TensorSpec) -> list[tuple[list[str], bool]]:
+        buckets = without_gaps(specs, limit_bytes, routes_broadcast._goes_by_itself)
+        return [([e.tensor.name for e in b.entries], bool(routes_broadcast.parts_of(b))) for b in buckets]
+
+    large, small, float8 = spec("large", least), spec("small", least - 2), spec("float8", least, "float8_e4m3fn")
+    other = spec("other", least + 2)
+    assert sent(8 * least, small, large, other, float8) == [
+        (["large", "other"], True),
+        (["small", "float8"], False),
     ]
-    assert parts(2 * half, "float8_e4m3fn", "bfloat16") == []
-    least, many = routes_broadcast.PART_BYTES, 2 * half // routes_broadcast.PART_BYTES + 1
-    assert len(parts(least + 2, *["bfloat16"] * many)) == many
-    assert parts(least - 2, *["bfloat16"] * (many + 8)) == []
+    assert sent(least, small, large, other) == [(["large"], True), (["other"], True), (["small"], False)]
+    (planned,) = without_gaps([other, large], 8 * least, routes_broadcast._goes_by_itself)
+    assert routes_broadcast.parts_of(planned) == [
+        Part(0, least + 2, "bfloat16"),
+        Part(least + 2, 2 * least + 2, "bfloat16"),
+    ]
+    latent = [spec("l.attn.kv_a_proj_with_mqa.weight", 8), spec("l.attn.q_a_proj.weight", least)]
+    assert sent(8 * least, *latent, large) == [
+        (["large"], True),
+        ([tensor.name for tensor in latent], False),
+    ], "what SGLang fuses in a call stays together"
 
 
 class FakeSender:

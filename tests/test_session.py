@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.fakes.engine import UPDATE, FakeEngine
+from tests.fakes.going import Going, going_on
 from tests.fakes.model import FakeModel
 from weightsync.config import Config, EngineConfig, load_config
 from weightsync.errors import (
@@ -464,3 +465,55 @@ def test_nothing_is_left_after_close(world):
             break
         time.sleep(0.05)
     assert not {name for name in left if "retire" not in name and not name.startswith("Thread")}
+
+
+# ------------------------------------------------------------------------------------ pulls that go on by themselves
+
+
+@pytest.mark.parametrize("pause", ["abort", "in_place", "none"])
+@pytest.mark.parametrize(("version", "tp_size"), [("0.5.12", 1), ("0.5.23", 2)])
+def test_an_engine_answers_and_is_flushed_while_its_ranks_pull(world, monkeypatch, version, tp_size, pause):
+    going_on(monkeypatch)
+    one = world(engine(tp_size, version=version), pause=pause, verify="none")
+    fake, flush, answered = one.engines[0], one.engines[0]._flush, threading.Event()
+
+    def flushed(body):
+        Going.may_end.set()
+        answered.set()
+        return flush(body)
+
+    fake._flush = flushed
+    if pause != "abort":  # flushed before, or not at all
+        Going.may_end.set()
+    for step in (1, 2):
+        report = one.push(step)
+        assert_serves(fake, one.tensors, step)
+        assert report.num_bytes == one.session.plan().num_bytes and report.engines[0].seconds["pull"] > 0
+    assert answered.is_set() is (pause != "in_place")
+
+
+def test_a_pull_that_fails_on_its_way_fences_the_engine_and_the_next_push_heals_it(world, monkeypatch):
+    going_on(monkeypatch)
+    one = world(engine(version="0.5.12"), verify="none")
+    Going.may_end.set()
+    one.push(1)
+    monkeypatch.setattr(Going, "error", "an illegal memory access was encountered")
+    with pytest.raises(TransferError, match="illegal memory access") as caught:
+        one.push(2)
+    assert (caught.value.phase, caught.value.safe_to_retry) == ("move", False)
+    assert [link.state for link in one.session._links] == ["fenced"] and one.engines[0].paused
+    monkeypatch.setattr(Going, "error", "")
+    one.push(3)
+    assert_serves(one.engines[0], one.tensors, 3)
+
+
+def test_a_pull_that_does_not_end_is_given_up_by_the_deadline(world, monkeypatch):
+    going_on(monkeypatch)
+    one, started = world(engine(version="0.5.12"), verify="none"), time.monotonic()
+    with pytest.raises(TransferTimeout):
+        one.push(1, timeout_s=2.0)
+    assert time.monotonic() - started < 8
+    assert [link.state for link in one.session._links] == ["fenced"] and one.engines[0].weight_version == "default"
+    Going.may_end.set()
+    one.push(2)
+    assert_serves(one.engines[0], one.tensors, 2)

@@ -80,18 +80,31 @@ class Fingerprinter:
 
         return finish
 
+    @property
+    def order(self) -> list[int]:
+        """Which item each word is of that ``write`` writes."""
+        return [i for members, _ in self._groups for i in members]
+
+    def write(self, words: torch.Tensor) -> None:
+        """Have the GPU write int64 [items], in ``order``, after what the current stream holds. For CUDA alone."""
+        at = 0
+        for members, start in self._groups:
+            start(words[at : at + len(members)])
+            at += len(members)
+
     def run(self) -> list[int]:
         """The fingerprints now, one an item."""
         return self.start()()
 
 
-def _starter(items: list[Item], device: torch.device, dtype: torch.dtype) -> Callable[[], Callable[[], list[int]]]:
+def _starter(items: list[Item], device: torch.device, dtype: torch.dtype) -> Callable[..., Callable[[], list[int]]]:
     if device.type == "cuda":
         from weightsync import fingerprint_cuda
 
         return fingerprint_cuda.starter(items, dtype)
 
-    def start() -> Callable[[], list[int]]:
+    def start(words: torch.Tensor | None = None) -> Callable[[], list[int]]:
+        assert words is None, "nobody but a GPU writes them by itself"
         numbers = fingerprint_many(items, dtype)
         return lambda: numbers
 

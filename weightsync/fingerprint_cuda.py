@@ -37,18 +37,22 @@ def fingerprint_many(items: Sequence[Item], dtype: torch.dtype | None = None) ->
     return starter(items, dtype)()() if items else []
 
 
-def starter(items: Sequence[Item], dtype: torch.dtype | None) -> Callable[[], Callable[[], list[int]]]:
-    """``fingerprint_many`` in three parts: tables now, launches at each call, results when that is called."""
+def starter(items: Sequence[Item], dtype: torch.dtype | None) -> Callable[..., Callable[[], list[int]]]:
+    """``fingerprint_many`` in three parts: tables now, launches at each call, results when that is called.
+
+    The call takes the pinned int64 [items] that results are to be written to, if it matters; nothing is cast then.
+    """
     fused = [i for i, (tensor, _) in enumerate(items) if _can_fuse(tensor.dtype, dtype)]
     others = [i for i in range(len(items)) if not _can_fuse(items[i][0].dtype, dtype)]
     tables = Fingerprints([items[i] for i in fused], dtype)
 
-    def start() -> Callable[[], list[int]]:
+    def start(words: torch.Tensor | None = None) -> Callable[[], list[int]]:
+        assert words is None or not others, "casts are made by torch"
         numbers: dict[int, int] = {}
         for i in others:
             tensor, origin = items[i]
             numbers[i] = Fingerprints([(tensor.detach().to(dtype), origin)]).run()[0]
-        finish = tables.start()
+        finish = tables.start(words)
 
         def finished() -> list[int]:
             numbers.update(zip(fused, finish(), strict=True))
@@ -88,15 +92,18 @@ class Fingerprints:
                 groups.setdefault(_class_of(slab, tensor.dtype, target), []).append([*slab, index])
         self._launches = [_Launch(key, torch.tensor(rows), self.device) for key, rows in groups.items()]
 
-    def start(self) -> Callable[[], list[int]]:
-        """Launch after the current stream's work; what is returned waits and gives one an item, in [0, 2**64)."""
+    def start(self, words: torch.Tensor | None = None) -> Callable[[], list[int]]:
+        """Launch after the current stream's work; what is returned waits and gives one an item, in [0, 2**64).
+
+        ``words``: pinned int64 [items] to write them to.
+        """
         if not self._count:
             return list
         with torch.cuda.device(self.device):
             out = torch.zeros(self._count, dtype=torch.int64, device=self.device)
             for launch in self._launches:
                 launch(out)
-            found = torch.empty(self._count, dtype=torch.int64, pin_memory=True)
+            found = torch.empty(self._count, dtype=torch.int64, pin_memory=True) if words is None else words
             found.copy_(out, non_blocking=True)
             done = torch.cuda.Event()
             done.record()

@@ -126,7 +126,7 @@ class EngineLink:
     def pulls_beside(self) -> bool:
         """Whether its ranks pull beside its event loop, which then answers other calls meanwhile."""
         paused = self.held or self._config.pause != "none"
-        return paused and self.pulls and self.receivers.goes_on
+        return paused and self.pulls and self.receivers.go_on
 
     def start_push(
         self,
@@ -156,7 +156,12 @@ class EngineLink:
         push_id = self.progress.push_id
         try:
             results = self.receivers.pull(
-                push_id, self._ahead["pull"], deadline, landed=self.progress.landed, sent=self.progress.sent
+                push_id,
+                self._ahead["pull"],
+                deadline,
+                beside=self.pulls_beside,
+                landed=self.progress.landed,
+                sent=self.progress.sent,
             )
         except WeightSyncError:
             self.progress.applied = before or not self.receivers.revoke(push_id)

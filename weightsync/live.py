@@ -61,6 +61,18 @@ class Slot:
         return Place(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype)
 
 
+class Prints(NamedTuple):
+    """Constants that are checked by fingerprints: what reads the live ones, and those of what was kept."""
+
+    names: list[str]
+    check: Fingerprinter
+    kept: list[int]
+
+    def first_other(self, found: list[int]) -> str:
+        """The name of the first that is not as it was kept; "" if all are."""
+        return next((name for name, then, now in zip(self.names, self.kept, found, strict=True) if now != then), "")
+
+
 class LiveWeights:
     """Every tensor of one model object. Tied tensors are listed once, under their first name.
 
@@ -72,7 +84,7 @@ class LiveWeights:
         self.slots = list(_slots(model))
         self.places = [slot.place() for slot in self.slots]
         self.constants: dict[str, torch.Tensor] = {}
-        self._start_on_gpu: Callable[[], Callable[[], str]] | None = None  # while the kept ones are the same
+        self._on_gpu: Prints | None = None  # while the kept ones are the same
         self._index = {slot.name: i for i, slot in enumerate(self.slots)}
 
     def index(self, name: str) -> int:
@@ -109,7 +121,7 @@ class LiveWeights:
             kept = known.constants.get(name) if known is not None else None
             now = self[name]
             fits = kept is not None and (kept.shape, kept.dtype) == (now.shape, now.dtype)
-            self._start_on_gpu = None
+            self._on_gpu = None
             self.constants[name] = kept if fits else now.to("cpu", copy=True)
 
     def restore(self) -> None:
@@ -123,24 +135,25 @@ class LiveWeights:
 
     def start_constants(self) -> Callable[[], str]:
         """Begin ``changed_constant``; what is returned waits for it. On a GPU by fingerprints, without a copy."""
-        on_gpu = [name for name in self.constants if self[name].is_cuda]
-        here = (name for name in self.constants if name not in on_gpu)
+        on_gpu = self.constants_on_gpu()
+        here = (name for name in self.constants if name not in on_gpu.names)
         changed = next((n for n in here if not torch.equal(bits(self[n]), bits(self.constants[n]))), "")
-        self._start_on_gpu = self._start_on_gpu or self._by_fingerprint(on_gpu)
-        found = self._start_on_gpu()
-        return lambda: changed or found()
+        found = on_gpu.check.start()
+        return lambda: changed or on_gpu.first_other(found())
 
-    def _by_fingerprint(self, names: list[str]) -> Callable[[], Callable[[], str]]:
-        """As ``start_constants``, of these; the kept ones are read once, the live ones where they lie now."""
+    def has_constants_elsewhere(self) -> bool:
+        """Whether any of the constants is in host memory."""
+        return any(not self[name].is_cuda for name in self.constants)
+
+    def constants_on_gpu(self) -> Prints:
+        """Those of the constants that are there. The kept ones are read once, the live ones where they lie now."""
+        self._on_gpu = self._on_gpu or self._prints([name for name in self.constants if self[name].is_cuda])
+        return self._on_gpu
+
+    def _prints(self, names: list[str]) -> Prints:
         live, kept = ([bits(tensors[name]) for name in names] for tensors in (self, self.constants))
         check = Fingerprinter([(own, (0,) * own.dim(), own.dtype) for own in live])
-        before = [fingerprint(own, (0,) * own.dim()) for own in kept]
-
-        def start() -> Callable[[], str]:
-            found = check.start()
-            return lambda: next((n for n, now, then in zip(names, found(), before) if now != then), "")
-
-        return start
+        return Prints(names, check, [fingerprint(own, (0,) * own.dim()) for own in kept])
 
     def poison(self, names: Iterable[str] | None = None) -> None:
         """Set every bit of every tensor (or of those named): NaN for floats, -1 or the largest value for integers."""

@@ -17,6 +17,7 @@ class PullLog:
         self._changed = threading.Condition()
         self._begun: set[str] = set()
         self._revoked: set[str] = set()
+        self._left = ""
         self._results: OrderedDict[str, PullResult] = OrderedDict()
 
     def begin(self, push_id: str) -> bool:
@@ -35,6 +36,12 @@ class PullLog:
                 self._changed.notify_all()
             return push_id not in self._begun
 
+    def leave(self, push_id: str) -> None:
+        """It goes on by itself, and nobody ends it here before he is asked to: ``result`` need not wait."""
+        with self._changed:
+            self._left = push_id
+            self._changed.notify_all()
+
     def end(self, result: PullResult) -> None:
         """Keep a result; the oldest are forgotten."""
         with self._changed:
@@ -44,7 +51,7 @@ class PullLog:
             self._changed.notify_all()
 
     def _is_settled(self, push_id: str) -> bool:
-        return push_id in self._results or push_id in self._revoked
+        return push_id in self._results or push_id in self._revoked or push_id == self._left
 
     def result(self, request: ResultRequest) -> PullResult:
         """How a pull went; waits up to ``timeout_s`` for its end. One that never came here has ``started`` false."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
 from weightsync import devices
 from weightsync import receiver_wire as wire
 from weightsync.exchanging import Membership
+from weightsync.one_pull import OnePull
 from weightsync.pull_log import PullLog
 from weightsync.rounds import Ask, Gate, Release
 from weightsync.rpc import Server
-from weightsync.served import OnePull, Served
+from weightsync.served import Served
 from weightsync.spec import Layout
 from weightsync.transports.nccl_wire import Join
 
@@ -32,7 +35,8 @@ class ReceiverSession:
         self._session = command.session
         self._served: Served = Served(model, command, before=before._served if before is not None else None)
         self._membership = Membership(self._served.device)
-        self._lock = threading.Lock()  # given back by another thread where a pull goes on beside the event loop
+        self._lock = threading.RLock()
+        self._going: OnePull | None = None  # goes on beside the event loop; whoever has the lock ends it first
         self._log = PullLog()
         self._gate = Gate()
         self._server = Server(self, host=host)
@@ -49,23 +53,23 @@ class ReceiverSession:
         """What this rank needs, as traced when it was attached."""
         return self._served.layout
 
-    def install(self, install: wire.Install) -> bool:
-        """Make a plan ready to run; maps the trainer's memory. On PlanError or TransferError the old plan stays.
-
-        True if its pulls can go on beside the event loop of an engine that is paused.
-        """
-        with self._lock:
-            self._served.install(install, self._gate, self._membership)
-            return self._served.goes_on
+    def install(self, install: wire.Install) -> wire.Installed:
+        """Make a plan ready to run; maps the trainer's memory. On PlanError or TransferError the old plan stays."""
+        with self._alone():
+            return self._served.install(install, self._gate, self._membership)
 
     def let_go(self) -> None:
         """Unmap the trainer's memory, which is about to be given back. Nothing can be pulled until the next plan."""
-        with self._lock:
+        with self._alone():
             self._served.let_go()
 
     def result(self, request: wire.ResultRequest) -> wire.PullResult:
         """How a pull went; waits up to ``timeout_s`` for it to end. ``started`` is false if it never came here."""
-        return self._log.result(request)
+        found = self._log.result(request)
+        if found.kind != "not_ended" or self._going is None:
+            return found
+        with self._alone():  # it ends here
+            return self._log.result(request)
 
     def revoke(self, request: wire.ResultRequest) -> bool:
         """True if that pull has not begun, and now never will."""
@@ -84,7 +88,7 @@ class ReceiverSession:
 
         Raises VerifyMismatch naming ``constant:NAME`` if a tensor that no push writes has changed.
         """
-        with self._lock:
+        with self._alone():
             return self._served.start_reading()()
 
     def poison(self) -> None:
@@ -92,7 +96,7 @@ class ReceiverSession:
 
         A diagnostic that proves coverage. The engine must be paused, and is unusable until a full push.
         """
-        with self._lock:
+        with self._alone():
             self._served.poison()
 
     def join(self, request: Join) -> None:
@@ -127,42 +131,44 @@ class ReceiverSession:
     def _pull(self, command: wire.Pull) -> None:
         """Run the installed plan once and keep the result. Never raises.
 
-        A pull that goes on by itself is waited for by a thread, so that the event loop can answer meanwhile.
+        A pull that goes on by itself is left to the GPU, so that the event loop can answer meanwhile.
         """
         if not self._log.begin(command.push_id):
             return
         self._gate.begin(command.push_id)
-        self._lock.acquire()
-        pull = OnePull(self._served, command)
-        pull.start()
-        if not (pull.goes_on and self._finish_beside(pull)):
-            self._finish(pull)
+        with self._alone():
+            pull = OnePull(self._served, command)
+            pull.start()
+            if pull.goes_on:
+                self._going = pull
+                self._log.leave(command.push_id)
+            else:
+                self._end(pull)
 
-    def _finish_beside(self, pull: OnePull) -> bool:
-        thread = threading.Thread(target=self._finish, args=(pull,), name="weightsync-pull", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the process may have no more threads
-            return False
-        return True
+    # ------------------------------------------------------------------------------- both
 
-    def _finish(self, pull: OnePull) -> None:
-        """To its end, here or in a thread; gives the lock back."""
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else changes, pulls or reads meanwhile, and no pull goes on."""
+        with self._lock:
+            going, self._going = self._going, None
+            if going is not None:
+                self._end(going)
+            yield
+
+    def _end(self, pull: OnePull) -> None:
         pull.finish()
         result = pull.result()
         self._gate.end(result.error)
         if pull.failed:
             self._membership.leave()  # so that senders and other ranks do not wait for this one
-        self._lock.release()
         self._log.end(result)
-
-    # ------------------------------------------------------------------------------- both
 
     def _retire(self) -> None:
         """End the session; the server says so for a while to whoever still asks."""
         self._membership.leave()  # before the lock: a pull may wait in the group, or for a round
         self._gate.end("the session was ended")
-        with self._lock:
+        with self._alone():
             self._session = ""
             self._served.let_go()
         timer = threading.Timer(_RETIRED_S, self._server.close)

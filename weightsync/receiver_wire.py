@@ -37,7 +37,8 @@ class Pull(Struct, tag=True):
     ``verify``: read all of it back as well, here where the event loop does not compete for the interpreter.
 
     ``timeout_s`` ends an exchange whose senders stall, and a pull in rounds whose actor does. ``beside``: the engine is
-    paused until all ranks have ended, so a pull that goes on by itself need not keep the event loop.
+    paused until all ranks have ended, so a pull that can go on by itself need not keep the event loop: the engine's
+    answer then says that it has begun, and the board of each rank that it has landed.
 
     Whoever does not know ``session`` says so at ``reply`` by calling ``unknown``, if an address is given.
     """
@@ -95,6 +96,20 @@ class Install(Struct):
     verified: bool = False
     exchange: Exchange | None = None
     rounds: list[int] = []
+
+
+class Installed(Struct):
+    """A receiver's answer to Install.
+
+    ``goes_on``: its pulls can go on beside the event loop of a paused engine, and say on ``board`` when they have
+    landed (see ``weightsync.board``), with fingerprints if the plan is ``verified``: one for each of the plan's needs
+    that ``order`` names, then one for each constant, which must be as in ``constants``.
+    """
+
+    goes_on: bool = False
+    board: Segment | None = None
+    order: list[int] = []
+    constants: list[int] = []
 
 
 class ResultRequest(Struct):

@@ -20,6 +20,7 @@ from weightsync.engines import Call, Engine
 from weightsync.errors import EngineLost, PlanError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.inbox import Inbox
+from weightsync.landing import Landing
 from weightsync.rounds import Ask, Release
 from weightsync.rpc import Client
 from weightsync.spec import Layout, TensorSpec
@@ -28,10 +29,7 @@ PING_S = 2.0
 
 
 class Receivers:
-    """Empty until ``attach``. ``layouts``: by TP rank, what it needs.
-
-    ``goes_on``: whether pulls of the installed plan can go on beside the event loop of a paused engine.
-    """
+    """Empty until ``attach``. ``layouts``: by TP rank, what it needs."""
 
     def __init__(self, client: Engine) -> None:
         self._client = client
@@ -43,7 +41,7 @@ class Receivers:
         self._is_sure = False  # that nothing happened since they last answered as they should
         self._session = ""
         self._plan_id = ""
-        self.goes_on = False
+        self._landing = Landing([])
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -77,6 +75,7 @@ class Receivers:
             with contextlib.suppress(WeightSyncError):
                 rank.call("detach", deadline=Deadline(PING_S, f"detaching from {self._url}"))
             rank.close()
+        self._land_by(Landing([]))
         self._ranks, self.layouts, self._boot_ids, self._is_sure = [], [], [], False
 
     def close(self) -> None:
@@ -85,11 +84,22 @@ class Receivers:
 
     def install(self, plan_id: str, installs: list[wire.Install], *, verified: bool, deadline: Deadline) -> None:
         """Give every TP rank its part of the plan; it maps the trainer's memory."""
-        goes_on = [
-            rank.call("install", msgspec.structs.replace(install, verified=verified), deadline=deadline, returns=bool)
+        answers = [
+            rank.call(
+                "install",
+                msgspec.structs.replace(install, verified=verified),
+                deadline=deadline,
+                returns=wire.Installed,
+            )
             for rank, install in zip(self._ranks, installs, strict=True)
         ]
-        self._plan_id, self.goes_on = plan_id, all(goes_on)
+        self._plan_id = plan_id
+        self._land_by(Landing(answers))
+
+    @property
+    def go_on(self) -> bool:
+        """Whether pulls of the installed plan can go on beside the event loop of a paused engine."""
+        return bool(self._landing)
 
     def are_attached(self) -> bool:
         """True while they are in the processes that were attached.
@@ -137,6 +147,7 @@ class Receivers:
         update: Call,
         deadline: Deadline,
         *,
+        beside: bool = False,
         landed: Callable[[], None] = lambda: None,
         sent: Callable[[], None] = lambda: None,
     ) -> list[wire.PullResult]:
@@ -147,6 +158,14 @@ class Receivers:
         is then for ``revoke`` to find out.
         """
         self._is_sure = False
+        results = (self._beside if beside else self._within)(push_id, update, deadline, landed, sent)
+        self._is_sure = all(result.ok for result in results)
+        return results
+
+    def _within(
+        self, push_id: str, update: Call, deadline: Deadline, landed: Callable[[], None], sent: Callable[[], None]
+    ) -> list[wire.PullResult]:
+        """It keeps the event loop; the receivers answer before the engine does."""
         ends = [self._waiting.submit(partial(self._result, r, push_id, deadline)) for r in self._ranks]
 
         def look(_: Future) -> None:
@@ -156,11 +175,19 @@ class Receivers:
         for end in ends:
             end.add_done_callback(look)
         update.make(deadline, sent=sent)
-        results = [
-            self._ended(rank, early, deadline)
+        return [
+            early if early.ended else self._ended(rank, push_id, deadline)
             for rank, early in zip(self._ranks, [end.result() for end in ends], strict=True)
         ]
-        self._is_sure = all(result.ok for result in results)
+
+    def _beside(
+        self, push_id: str, update: Call, deadline: Deadline, landed: Callable[[], None], sent: Callable[[], None]
+    ) -> list[wire.PullResult]:
+        """It leaves the event loop: the engine answers that it has begun, and the boards say when it has landed."""
+        update.make(deadline, sent=sent)
+        results = self._landing.results(push_id, lambda rank: self._ended(self._ranks[rank], push_id, deadline))
+        if all(result.ok for result in results):
+            landed()
         return results
 
     def revoke(self, push_id: str) -> bool:
@@ -214,13 +241,14 @@ class Receivers:
             return False
         return [s.boot_id for s in statuses] == self._boot_ids and all(s.session == self._session for s in statuses)
 
-    def _ended(self, rank: Client, found: wire.PullResult, deadline: Deadline) -> wire.PullResult:
-        """The result of a pull that the engine has taken; it may go on beside."""
-        if found.kind == "not_started":  # asked for too early
-            found = self._result(rank, found.push_id, deadline)
-        while found.kind == "not_ended":
+    def _land_by(self, landing: Landing) -> None:
+        self._landing.close()
+        self._landing = landing
+
+    def _ended(self, rank: Client, push_id: str, deadline: Deadline) -> wire.PullResult:
+        """How a pull that the engine has taken went, when it has ended."""
+        while (found := self._result(rank, push_id, deadline)).kind == "not_ended":
             deadline.check("waiting for a pull to end", engine=self._url, phase="move")
-            found = self._result(rank, found.push_id, deadline)
         return found
 
     def _result(self, rank: Client, push_id: str, deadline: Deadline) -> wire.PullResult:

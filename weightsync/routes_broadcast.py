@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weightsync import transports
+from weightsync.boxes import volume, whole
 from weightsync.config import BUCKET_BYTES, Config
 from weightsync.deadline import Deadline
 from weightsync.engines import Tensors
@@ -28,11 +29,10 @@ GATHER_SHARE = 8
 BROADCAST_BYTES = 1 << 30
 """Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that."""
 
-FLAT_BYTES = 2 << 30
-"""A bucket that is no larger goes as one message: an engine makes two copies more, but waits for one message only."""
-
-PART_BYTES = 4 << 20
-"""Of a larger one, tensors that are as large as that, on average, are broadcast each by itself."""
+PART_BYTES = 64 << 20
+"""Tensors from this size on are broadcast each by itself: of a flattened bucket an engine makes two copies more, but
+every message takes both sides some time.
+"""
 PLAIN = ("float32", "bfloat16", "float16")
 """What every torch gives to NCCL."""
 
@@ -169,7 +169,7 @@ class BroadcastRoute(BucketRoute):
         group.ready(_segment(self._arenas[0]), step_of(deadline))
 
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
-        return bucket.without_gaps(tensors, self._bucket_bytes)
+        return bucket.without_gaps(tensors, self._bucket_bytes, _goes_by_itself)
 
     @property
     def _bucket_bytes(self) -> int:
@@ -197,16 +197,14 @@ class BroadcastRoute(BucketRoute):
 
 
 def parts_of(planned: bucket.Bucket) -> list[Part]:
-    """A bucket's tensors as messages of their own, if it and they are large; else none: the bucket goes as one.
-
-    Of a flattened bucket an engine makes two copies more, one of them before it can receive; but every message takes
-    both sides some time.
-    """
-    if planned.nbytes <= max(FLAT_BYTES, PART_BYTES * len(planned.entries)):
-        return []
-    if any(entry.tensor.dtype not in PLAIN for entry in planned.entries):
+    """A bucket's tensors as messages of their own, if each goes by itself; else none: the bucket goes as one."""
+    if not all(_goes_by_itself(entry.tensor) for entry in planned.entries):
         return []
     return [Part(e.start, e.end, e.tensor.dtype) for e in planned.entries]
+
+
+def _goes_by_itself(tensor: TensorSpec) -> bool:
+    return tensor.dtype in PLAIN and volume(whole(tensor.shape)) * bucket.dtype_of(tensor.dtype).itemsize >= PART_BYTES
 
 
 def _segment(arena: bucket.Arena | CudaArena | Memory) -> Segment:

@@ -1,12 +1,13 @@
-"""What one engine rank serves from, the plan by which pushes change it, and one run of that plan. In the engine.
+"""What one engine rank serves from, and the plan by which pushes change it. Runs in the engine.
 
 No locks: ``receiver_session`` keeps plans, pulls and reads apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from weightsync import collector
 from weightsync import receiver_wire as wire
+from weightsync.board import Board
 from weightsync.errors import PlanError, TransferError, VerifyMismatch
 from weightsync.exchanging import ExchangedPlan, Membership
 from weightsync.fingerprint import Fingerprinter
@@ -22,6 +24,8 @@ from weightsync.live import LiveWeights, bits
 from weightsync.pulling import InstalledPlan, MappedSegments, SlotViews
 from weightsync.rounds import Gate
 from weightsync.trace import finalise, has_hook, trace
+
+logger = logging.getLogger(__name__)
 
 
 class Refusal(Exception):
@@ -55,6 +59,7 @@ class Served:
         self._plan: InstalledPlan | ExchangedPlan | None = None
         self._fingerprinter: Fingerprinter | None = None
         self._mapped = MappedSegments()
+        self._board: Board | None = None
 
     def on_device(self) -> AbstractContextManager:
         """Makes the rank's GPU, if it has one, this thread's current one."""
@@ -67,7 +72,7 @@ class Served:
 
     # ------------------------------------------------------------------------------------------------ the plan
 
-    def install(self, install: wire.Install, gate: Gate, membership: Membership) -> None:
+    def install(self, install: wire.Install, gate: Gate, membership: Membership) -> wire.Installed:
         """Make a plan ready to run; maps the trainer's memory. On PlanError or TransferError the old plan stays."""
         plan = install.plan if install.pulls else msgspec.structs.replace(install.plan, copies=[])
         with self.on_device(), torch.no_grad(), collector.paused():
@@ -92,6 +97,7 @@ class Served:
             self._mapped.close_all_but(made.segments)
         if install.verified and self.device.type == "cuda":
             self._prepare_to_verify()
+        return self._hang_up(install.verified)
 
     def let_go(self) -> None:
         """Unmap the trainer's memory. Nothing can be pulled until the next plan."""
@@ -109,10 +115,36 @@ class Served:
         """How many pieces of the trainer's memory are mapped."""
         return self._mapped.count
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether a pull can go on by itself once it has begun: nothing waits for others, or is computed from it."""
-        return self._plan is not None and self._plan.goes_on and not self._finalises
+    def _hang_up(self, verified: bool) -> wire.Installed:
+        """The board of the installed plan, if its pulls can go on: nothing waits for others, or is computed from it."""
+        assert self._plan is not None, "install first"
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if not self._plan.goes_on or self._finalises or (verified and self._live.has_constants_elsewhere()):
+            return wire.Installed()
+        order, constants = (self._checks().order, self._live.constants_on_gpu()) if verified else ([], None)
+        kept = [constants.kept[i] for i in constants.check.order] if constants is not None else []
+        try:
+            self._board = Board(len(order) + len(kept), self.device)
+        except TransferError as e:
+            logger.warning("weightsync: pulls keep the event loop: %s", e)
+            return wire.Installed()
+        return wire.Installed(goes_on=True, board=self._board.segment, order=order, constants=kept)
+
+    def let_go_on(self, command: wire.Pull, num_bytes: int, launched_ns: int) -> bool:
+        """Have the GPU say when what the current stream holds is over, if there is where to say it."""
+        board = self._board
+        if board is None:
+            return False
+        if command.verify:
+            needs, constants = self._checks(), self._live.constants_on_gpu()
+            assert board.num_words == len(needs.order) + len(constants.names), "the plan was installed as not verified"
+            needs.write(board.prints[: len(needs.order)])
+            constants.check.write(board.prints[len(needs.order) :])
+        board.land(command.push_id)
+        board.accept(command.push_id, num_bytes, launched_ns)
+        return True
 
     def planned(self, plan_id: str) -> InstalledPlan | ExchangedPlan:
         """That plan, if it can be run now; raises Refusal or TransferError."""
@@ -197,74 +229,3 @@ class Served:
         with self.on_device(), torch.inference_mode(), collector.paused():
             self._checks().run()
             self._live.changed_constant()
-
-
-class OnePull:
-    """One run of the installed plan, in two parts that never raise; ``result`` says how it went.
-
-    ``goes_on``: whether it does so by itself after ``start``, so that ``finish`` may be called from any thread.
-    """
-
-    def __init__(self, served: Served, command: wire.Pull) -> None:
-        self._served, self._command = served, command
-        self._applied, self._kind, self._error, self._seconds, self._num_bytes = False, "", "", 0.0, 0
-        self._fingerprints: list[int] | None = None
-        self._copied: Callable[[], float]
-        self._read: Callable[[], list[int]] | None = None
-        self.goes_on = False
-
-    def start(self) -> None:
-        """In SGLang's event loop, where nothing else uses the weights."""
-        served, command = self._served, self._command
-        with self._caught():
-            plan = served.planned(command.plan_id)
-            served.synchronise()
-            self._applied = True
-            if command.full:
-                served.restore()
-            self._copied, self._num_bytes = plan.start(command.timeout_s), plan.num_bytes
-            if command.beside and served.goes_on:
-                self._read = served.start_reading() if command.verify else None
-                self.goes_on = True
-
-    def finish(self) -> None:
-        """Wait for its end, finalise, and read back, as far as that was asked for."""
-        if self.failed:
-            with suppress(Exception):
-                self._served.synchronise()  # some of it may have begun
-            return
-        with self._caught():
-            self._seconds = self._copied()
-            self._served.finalise()
-            if self._command.verify:
-                with suppress(VerifyMismatch):  # whoever asks ``verify`` then hears of it
-                    self._fingerprints = (self._read or self._served.start_reading())()
-
-    @property
-    def failed(self) -> bool:
-        return bool(self._kind)
-
-    def result(self) -> wire.PullResult:
-        return wire.PullResult(
-            push_id=self._command.push_id,
-            started=True,
-            applied=self._applied,
-            ok=not self.failed,
-            kind=self._kind,
-            error=self._error,
-            step=self._command.step,
-            num_bytes=self._num_bytes,
-            seconds=self._seconds,
-            fingerprints=self._fingerprints,
-        )
-
-    @contextmanager
-    def _caught(self) -> Iterator[None]:
-        """Whatever it is, it must reach the actor and not SGLang."""
-        try:
-            with self._served.on_device():
-                yield
-        except Refusal as e:
-            self._kind, self._error = e.kind, str(e)
-        except Exception as e:
-            self._kind, self._error = "failed", f"{type(e).__name__}: {e}"

@@ -117,6 +117,32 @@ def test_large_pieces_and_small_ones_are_one_run() -> None:
         assert torch.equal(target, source)
 
 
+def test_copies_go_on_after_their_start_and_what_is_queued_behind_comes_after_them() -> None:
+    sources = [raw((n,), torch.uint8) for n in (100, 4 << 30, (1 << 30) + 5, 1 << 20)]
+    pairs = [(torch.zeros_like(s), s) for s in sources]
+    puller = make_puller(pairs)
+    puller.run()
+    for target, _ in pairs:
+        target.zero_()
+    finish = puller.start()
+    behind = torch.cuda.Event()
+    last = [target[-4:].clone() for target, _ in pairs]
+    behind.record()
+    assert not behind.query(), "5 GiB were copied before start returned"
+    with ThreadPoolExecutor(1) as beside:
+        assert beside.submit(finish).result() > 0
+    assert all(torch.equal(target, source) for target, source in pairs)
+    assert all(torch.equal(seen, source[-4:]) for seen, (_, source) in zip(last, pairs, strict=True))
+
+
+def test_copies_share_few_streams_however_many_there_are() -> None:
+    """Torch hands out 32 a device in turns: a group's could be among them, and a copy wait behind its broadcast."""
+    pairs = [(torch.zeros(8 << 20, dtype=torch.uint8, device="cuda"), raw((8 << 20,), torch.uint8)) for _ in range(12)]
+    pullers = [make_puller([pair]) for pair in pairs]
+    streams = {s.cuda_stream for puller in pullers for step in puller._steps for s in step._streams}  # type: ignore[union-attr]
+    assert len(streams) <= 4
+
+
 def test_a_thread_that_never_touched_the_gpu_makes_and_runs_copies() -> None:
     """Servers answer in threads; the driver's calls want a context that is current in theirs."""
     source = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8, device="cuda")

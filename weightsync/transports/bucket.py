@@ -69,13 +69,20 @@ def plan_buckets(tensors: Iterable[TensorSpec], limit_bytes: int) -> list[Bucket
     return [*buckets, _sealed(packing)] if packing else buckets
 
 
-def without_gaps(tensors: Iterable[TensorSpec], limit_bytes: int) -> list[Bucket]:
+def without_gaps(
+    tensors: Iterable[TensorSpec], limit_bytes: int, is_apart: Callable[[TensorSpec], bool] = lambda tensor: False
+) -> list[Bucket]:
     """As ``plan_buckets``, for a reader that is told shapes and no offsets: every entry begins where the last ended.
 
-    Tensors with wide elements come first, so that narrow ones cannot push them off their alignment.
+    Tensors with wide elements come first, so that narrow ones cannot push them off their alignment. Those that are
+    ``is_apart`` share no bucket with others, but where they must.
     """
     ordered = sorted(tensors, key=lambda t: -dtype_of(t.dtype).itemsize)
-    return [part for whole in plan_buckets(ordered, limit_bytes) for part in _cut_at_gaps(whole)]
+    kinds: dict[bool, list[TensorSpec]] = {True: [], False: []}
+    for unit in _units(ordered):
+        kinds[all(is_apart(tensor) for tensor in unit)] += unit
+    planned = [whole for kind in kinds.values() for whole in plan_buckets(kind, limit_bytes)]
+    return [part for whole in planned for part in _cut_at_gaps(whole)]
 
 
 def _cut_at_gaps(bucket: Bucket) -> list[Bucket]:
