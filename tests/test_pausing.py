@@ -53,7 +53,7 @@ def test_a_trainer_that_fails_leaves_no_engine_paused():
 def test_a_pause_that_is_slow_does_not_overtake_its_own_undoing():
     links = three()
     pause = links[1].client.pause
-    links[1].client.pause = lambda mode, deadline: (time.sleep(0.3), pause(mode, deadline))
+    links[1].client.pause = lambda mode, deadline, sent: (time.sleep(0.3), pause(mode, deadline))
     with pytest.raises(TransferError, match="closed"):
         push(links, workers=FakeWorkers(publish=TransferError("it was closed")), early=lambda link: True).run()
     assert not any(link.client.paused for link in links)
@@ -123,7 +123,7 @@ def test_engines_that_are_gone_are_asked_to_go_on_in_case_they_are_there(answers
 def test_a_pause_that_does_not_end_keeps_nobody_else_paused_and_its_engine_is_fenced():
     links, go_on = three(), threading.Event()
     pause = links[1].client.pause
-    links[1].client.pause = lambda mode, deadline: (go_on.wait(10), pause(mode, deadline))
+    links[1].client.pause = lambda mode, deadline, sent: (go_on.wait(10), pause(mode, deadline))
     one = push(links, workers=FakeWorkers(publish=TransferError("it was closed")), early=lambda link: True)
     one._cleanup_s = 0.3
     started = time.monotonic()

@@ -601,6 +601,8 @@ def test_a_board_belongs_to_its_plan(going):
     until(lambda: after.has_landed("p1"))
     assert not before.goes_on("p1")
     going.call("detach")
+    with pytest.raises(TransferError, match="is gone"):
+        Reader(after.segment)
 
 
 def test_a_result_asked_for_early_comes_when_the_pull_ends(rig):

@@ -34,7 +34,9 @@ class Progress:
     landed: Callable[[], None] = field(default=lambda: None)
     """Called, perhaps twice, when every rank says that its bytes are there, before the engine itself has answered."""
     sent: Callable[[], None] = field(default=lambda: None)
-    """Called when the call that has the ranks pull is on its way to the engine."""
+    """Called when the call is on its way that has the ranks pull beside the engine's event loop."""
+    answered: Callable[[], None] = field(default=lambda: None)
+    """Called when the engine has answered that they do."""
 
 
 class EngineLink:
@@ -134,8 +136,9 @@ class EngineLink:
         *,
         landed: Callable[[], None] = lambda: None,
         sent: Callable[[], None] = lambda: None,
+        answered: Callable[[], None] = lambda: None,
     ) -> None:
-        self.progress = Progress(push_id=push_id, landed=landed, sent=sent)
+        self.progress = Progress(push_id=push_id, landed=landed, sent=sent, answered=answered)
 
     def prepare_pull(self, step: int, deadline: Deadline) -> None:
         """Write the call that has every rank pull, but for its last byte. Idempotent."""
@@ -153,24 +156,24 @@ class EngineLink:
         """Have every TP rank pull its slices. Sets ``progress.applied`` to what the receivers themselves say."""
         self.prepare_pull(step, deadline)
         before, self.progress.applied = self.progress.applied, True
-        push_id = self.progress.push_id
         try:
-            results = self.receivers.pull(
-                push_id,
-                self._ahead["pull"],
-                deadline,
-                beside=self.pulls_beside,
-                landed=self.progress.landed,
-                sent=self.progress.sent,
-            )
+            results = self._pull(self._ahead["pull"], deadline)
         except WeightSyncError:
-            self.progress.applied = before or not self.receivers.revoke(push_id)
+            self.progress.applied = before or not self.receivers.revoke(self.progress.push_id)
             raise
         self.progress.applied = before or any(r.applied for r in results)
         self._keep_fingerprints(results)
         self.progress.pulled = True
         self.progress.num_bytes = sum(r.num_bytes for r in results)
         self.progress.seconds = {"pull": max(r.seconds for r in results)}
+
+    def _pull(self, call: Call, deadline: Deadline) -> list[wire.PullResult]:
+        now = self.progress
+        if not self.pulls_beside:
+            return self.receivers.pull(now.push_id, call, deadline, landed=now.landed)
+        return self.receivers.pull_beside(
+            now.push_id, call, deadline, sent=now.sent, answered=now.answered, landed=now.landed
+        )
 
     def prepare_to_serve(self, version: str, deadline: Deadline) -> None:
         """Write the calls that end the push, but for their last bytes."""

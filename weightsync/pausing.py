@@ -3,7 +3,7 @@
 As a rule when all is published: an engine that generates loses no time to a trainer that is late. One that shares its
 GPU with a training rank has nothing to lose while that rank publishes a step that it has marked already, so its pause
 goes beside; but not where the last one had requests to end, which a publish that fails would have ended for nothing.
-What the engine will be asked for next is written first, all but its last byte, and has arrived when it is paused.
+What the engine will be asked for next is written while it pauses, all but its last byte.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from weightsync.config import Config
 from weightsync.deadline import Deadline
@@ -79,15 +80,18 @@ class Pausing:
 
     def _pause(self, link: EngineLink) -> None:
         link.progress.paused = True  # before the call: one that times out may still take effect
-        if link.pulls:
-            link.prepare_pull(self._step, self._deadline)
         drained = self._drain(link)
         started = time.perf_counter()
         if self._config.pause != "none":
-            link.client.pause(self._config.pause, self._deadline)
+            link.client.pause(self._config.pause, self._deadline, sent=partial(self._prepare, link))
         link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
         if self._config.pause == "in_place":
             self.notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
+
+    def _prepare(self, link: EngineLink) -> None:
+        """While the engine pauses: what it will be asked for next."""
+        if link.pulls:
+            link.prepare_pull(self._step, self._deadline)
 
     def _drain(self, link: EngineLink) -> bool:
         """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""

@@ -110,7 +110,12 @@ class Push:
         started = time.perf_counter()
         push_id = secrets.token_hex(8)
         for link in self._links:
-            link.start_push(push_id, landed=partial(self._on_landed, link), sent=partial(self._on_sent, link))
+            link.start_push(
+                push_id,
+                landed=partial(self._on_landed, link),
+                sent=partial(self._flushing.behind, link),
+                answered=partial(link.prepare_to_serve, str(self.step), self._deadline),
+            )
         try:
             self._publish_and_transfer()
         except (SourcesMoved, EnginesGone):
@@ -186,11 +191,6 @@ class Push:
             if links:
                 self._settle_failures(links, route.move(links, self.step, self._deadline))
         self._each(self._end)
-
-    def _on_sent(self, link: EngineLink) -> None:
-        """Its ranks pull by themselves now, and its event loop is free."""
-        self._flushing.beside(link)
-        link.prepare_to_serve(str(self.step), self._deadline)
 
     def _on_landed(self, link: EngineLink) -> None:
         self._verification.on_landed(link, self._links)

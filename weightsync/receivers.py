@@ -142,30 +142,14 @@ class Receivers:
         return self._client.update_ahead([wire.payload(command)] * len(self._ranks), wire.LOADER, deadline)
 
     def pull(
-        self,
-        push_id: str,
-        update: Call,
-        deadline: Deadline,
-        *,
-        beside: bool = False,
-        landed: Callable[[], None] = lambda: None,
-        sent: Callable[[], None] = lambda: None,
+        self, push_id: str, update: Call, deadline: Deadline, *, landed: Callable[[], None] = lambda: None
     ) -> list[wire.PullResult]:
-        """Have every rank pull as was prepared; how it went, by rank.
+        """Have every rank pull as was prepared, inside the engine's event loop; how it went, by rank.
 
-        ``sent`` is called when the engine's call is on its way, ``landed``, perhaps twice, when every rank has pulled,
-        which may be before the engine itself has answered. Raises what the engine's call raises; whether the pull began
-        is then for ``revoke`` to find out.
+        ``landed`` is called, perhaps twice, when every rank has pulled, before the engine itself has answered. Raises
+        what the engine's call raises; whether the pull began is then for ``revoke`` to find out.
         """
         self._is_sure = False
-        results = (self._beside if beside else self._within)(push_id, update, deadline, landed, sent)
-        self._is_sure = all(result.ok for result in results)
-        return results
-
-    def _within(
-        self, push_id: str, update: Call, deadline: Deadline, landed: Callable[[], None], sent: Callable[[], None]
-    ) -> list[wire.PullResult]:
-        """It keeps the event loop; the receivers answer before the engine does."""
         ends = [self._waiting.submit(partial(self._result, r, push_id, deadline)) for r in self._ranks]
 
         def look(_: Future) -> None:
@@ -174,19 +158,34 @@ class Receivers:
 
         for end in ends:
             end.add_done_callback(look)
-        update.make(deadline, sent=sent)
-        return [
+        update.make(deadline)
+        results = [
             early if early.ended else self._ended(rank, push_id, deadline)
             for rank, early in zip(self._ranks, [end.result() for end in ends], strict=True)
         ]
+        self._is_sure = all(result.ok for result in results)
+        return results
 
-    def _beside(
-        self, push_id: str, update: Call, deadline: Deadline, landed: Callable[[], None], sent: Callable[[], None]
+    def pull_beside(
+        self,
+        push_id: str,
+        update: Call,
+        deadline: Deadline,
+        *,
+        sent: Callable[[], None],
+        answered: Callable[[], None],
+        landed: Callable[[], None],
     ) -> list[wire.PullResult]:
-        """It leaves the event loop: the engine answers that it has begun, and the boards say when it has landed."""
+        """As ``pull``, but beside the event loop: the engine answers that it has begun, boards say when it has landed.
+
+        ``sent`` is called when the engine's call is on its way, ``answered`` when it has answered.
+        """
+        self._is_sure = False
         update.make(deadline, sent=sent)
+        answered()
         results = self._landing.results(push_id, lambda rank: self._ended(self._ranks[rank], push_id, deadline))
-        if all(result.ok for result in results):
+        self._is_sure = all(result.ok for result in results)
+        if self._is_sure:
             landed()
         return results
 

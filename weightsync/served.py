@@ -104,6 +104,7 @@ class Served:
         with self.on_device():
             self._plan = self._fingerprinter = None
             self._mapped.close_all_but([])
+            self._take_down()
 
     @property
     def plan_id(self) -> str:
@@ -118,9 +119,7 @@ class Served:
     def _hang_up(self, verified: bool) -> wire.Installed:
         """The board of the installed plan, if its pulls can go on: nothing waits for others, or is computed from it."""
         assert self._plan is not None, "install first"
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        self._take_down()
         if not self._plan.goes_on or self._finalises or (verified and self._live.has_constants_elsewhere()):
             return wire.Installed()
         order, constants = (self._checks().order, self._live.constants_on_gpu()) if verified else ([], None)
@@ -131,6 +130,11 @@ class Served:
             logger.warning("weightsync: pulls keep the event loop: %s", e)
             return wire.Installed()
         return wire.Installed(goes_on=True, board=self._board.segment, order=order, constants=kept)
+
+    def _take_down(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        self._board = None
 
     def let_go_on(self, command: wire.Pull, num_bytes: int, launched_ns: int) -> bool:
         """Have the GPU say when what the current stream holds is over, if there is where to say it."""

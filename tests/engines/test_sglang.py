@@ -386,7 +386,7 @@ def test_an_engine_by_an_ipv6_address_is_called_by_its_name_in_brackets() -> Non
 
         def asked() -> None:
             with pytest.raises(EngineLost):
-                client.pause("abort", soon())
+                client.flush(soon())
 
         asking = threading.Thread(target=asked)
         asking.start()

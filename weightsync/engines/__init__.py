@@ -84,8 +84,8 @@ class Engine(Protocol):
         """Ask the engine what it is. Raises ConfigError that names every reason why it cannot be pushed to."""
         ...
 
-    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Stop generation; ``mode`` says what becomes of running requests."""
+    def pause(self, mode: PauseMode, deadline: Deadline, *, sent: Callable[[], None] = lambda: None) -> None:
+        """Stop generation; ``mode`` says what becomes of running requests. ``sent``: see ``Call.make``."""
         ...
 
     def num_requests(self, deadline: Deadline) -> int:

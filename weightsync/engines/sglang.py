@@ -29,6 +29,7 @@ TEXT_LIMIT = 600
 FLUSH_RETRY_S = 0.25
 DRAIN_S, DRAIN_POLL_S = 0.1, 0.005
 AHEAD = (
+    "/pause_generation",
     "/update_weights_from_tensor",
     "/update_weights_from_distributed",
     "/update_weight_version",
@@ -88,9 +89,9 @@ class SglangEngine:
             nccl_variables=nccl_variables(server),
         )
 
-    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+    def pause(self, mode: PauseMode, deadline: Deadline, *, sent: Callable[[], None] = lambda: None) -> None:
         """``/pause_generation``. ``abort`` returns when no request runs any more."""
-        self._json("POST", "/pause_generation", "pause", deadline, {"mode": mode}, retry=True)
+        _made(self._ahead("/pause_generation", "pause", deadline, {"mode": mode}, retry=True), deadline, sent)
 
     def num_requests(self, deadline: Deadline) -> int:
         """``/v1/loads``. From 0.5.21 on that may be a second old."""
@@ -319,9 +320,9 @@ class LaneCall:
         self._lane.drop(self._held)
 
 
-def _made(call: LaneCall, deadline: Deadline) -> None:
+def _made(call: LaneCall, deadline: Deadline, sent: Callable[[], None] = lambda: None) -> None:
     try:
-        call.make(deadline)
+        call.make(deadline, sent=sent)
     finally:
         call.drop()
 
