@@ -73,7 +73,7 @@ def test_a_bucket_is_asked_for_when_the_one_before_is_granted_and_lies_there_bef
     one = world(stock(2))
     one.push(1)
     fake, answered, ahead = one.engines[0], [], []
-    update, lane = fake.groups.update, one.session._links[0].client._lanes[DISTRIBUTED]
+    update, lane = fake.groups.update, one.session._links[0].client._calls.lanes[DISTRIBUTED]
     make = lane.make
 
     def load(body):

@@ -18,7 +18,8 @@ from tests.servers import BOOT_SEED, PADDED, Kind, Servers, ask
 from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.demo_model import weights
-from weightsync.engines.sglang import TEXT_LIMIT, SglangEngine
+from weightsync.engines.sglang import SglangEngine
+from weightsync.engines.sglang_calls import TEXT_LIMIT
 from weightsync.errors import EngineLost, EngineRejected, TransferTimeout
 from weightsync.spec import TensorSpec
 from weightsync.transports import bucket

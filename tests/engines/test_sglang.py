@@ -16,7 +16,8 @@ from weightsync.config import Config, load_config
 from weightsync.deadline import Deadline
 from weightsync.engines import Engine
 from weightsync.engines.refusals import RULES, Asked, refusals
-from weightsync.engines.sglang import TEXT_LIMIT, SglangEngine
+from weightsync.engines.sglang import SglangEngine
+from weightsync.engines.sglang_calls import TEXT_LIMIT
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferTimeout, WeightSyncError
 
 VERSIONS = {"plain": "0.5.12", "session": "0.5.23"}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,23 +18,13 @@ import msgspec
 from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.engines import RECEIVER_LOADER, EngineInfo, GroupSpec, PauseMode, Tensors
-from weightsync.engines.http import Http, Reply
-from weightsync.engines.lane import Held, Lane
 from weightsync.engines.refusals import SESSION_SINCE, Asked, refusals
+from weightsync.engines.sglang_calls import Calls, LaneCall, made, named
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
-from weightsync.errors import ConfigError, EngineRejected, WeightSyncError
+from weightsync.errors import ConfigError, EngineRejected
 
-TEXT_LIMIT = 600
 FLUSH_RETRY_S = 0.25
 DRAIN_S, DRAIN_POLL_S = 0.1, 0.005
-AHEAD = (
-    "/pause_generation",
-    "/update_weights_from_tensor",
-    "/update_weights_from_distributed",
-    "/update_weight_version",
-    "/continue_generation",
-)
-"""What may be written ahead: calls whose body the server reads first."""
 ANSWERS_S, ANSWER_S = 0.01, 0.0005  # in which a server answers requests that its scheduler has ended, and each of them
 
 
@@ -54,17 +43,16 @@ class SglangEngine:
             if not (key.isascii() and key.isprintable() and key == key.strip()):
                 raise ConfigError(f"{name} is not plain text on one line, as a header wants it", engine=self.url)
         self._config = config
-        self._keys = {"GET": api_key or admin_api_key, "POST": admin_api_key or api_key}
+        keys = {"GET": api_key or admin_api_key, "POST": admin_api_key or api_key}
         self._has_sessions: bool | None = None
-        self._http = Http(self.url)
-        self._lanes = {path: Lane(self.url) for path in AHEAD}
+        self._calls = Calls(self.url, keys)
 
     # ----------------------------------------------------------------------------------------------- the protocol
 
     def connect(self, deadline: Deadline) -> EngineInfo:
         """Ask ``/server_info`` and ``/model_info``. ConfigError gives every reason to refuse, EngineLost if gone."""
-        server = self._json("GET", "/server_info", "connect", deadline, retry=True)
-        model = self._json("GET", "/model_info", "connect", deadline, retry=True)
+        server = self._calls.json("GET", "/server_info", "connect", deadline, retry=True)
+        model = self._calls.json("GET", "/model_info", "connect", deadline, retry=True)
         text = str(server.get("version", ""))
         version = _version(text)
         if version is None:
@@ -91,12 +79,12 @@ class SglangEngine:
 
     def pause(self, mode: PauseMode, deadline: Deadline, *, sent: Callable[[], None] = lambda: None) -> None:
         """``/pause_generation``. ``abort`` returns when no request runs any more."""
-        _made(self._ahead("/pause_generation", "pause", deadline, {"mode": mode}, retry=True), deadline, sent)
+        made(self._calls.ahead("/pause_generation", "pause", deadline, {"mode": mode}, retry=True), deadline, sent)
 
     def num_requests(self, deadline: Deadline) -> int:
         """``/v1/loads``. From 0.5.21 on that may be a second old."""
         try:
-            loads = self._json("GET", "/v1/loads?include=core", "pause", deadline, retry=True).get("loads") or []
+            loads = self._calls.json("GET", "/v1/loads?include=core", "pause", deadline, retry=True).get("loads") or []
         except (EngineRejected, ConfigError):
             return 0
         return sum(int(one.get(key) or 0) for one in loads for key in ("num_running_reqs", "num_waiting_reqs"))
@@ -104,7 +92,7 @@ class SglangEngine:
     def drain(self, num_requests: int, deadline: Deadline) -> None:
         """``/abort_request``, for ``/pause_generation`` looks only once a second whether requests have ended."""
         body = {"rid": "", "abort_all": True}
-        if not self._call("POST", "/abort_request", "pause", deadline, body, retry=True).is_success:
+        if not self._calls.call("POST", "/abort_request", "pause", deadline, body, retry=True).is_success:
             return  # pausing does the same, and says what is wrong
         until = Deadline(min(DRAIN_S, deadline.remaining_s()), "draining")
         while self.num_requests(deadline) and not until.passed():
@@ -114,10 +102,12 @@ class SglangEngine:
     def flush(self, deadline: Deadline, wait: bool = False) -> None:
         """``/flush_cache``. Refused while requests run or wait; with ``wait`` it is asked again until the deadline."""
         while True:
-            reply = self._call("POST", "/flush_cache", "flush", deadline, retry=True)
+            reply = self._calls.call("POST", "/flush_cache", "flush", deadline, retry=True)
             if reply.is_success:
                 return
-            error = self._rejected(reply, "flush", True, hint="the KV cache was not flushed: requests are waiting")
+            error = self._calls.rejected(
+                reply, "flush", True, hint="the KV cache was not flushed: requests are waiting"
+            )
             if not wait or reply.status != HTTPStatus.BAD_REQUEST:
                 raise error
             if deadline.remaining_s() <= FLUSH_RETRY_S:
@@ -129,27 +119,31 @@ class SglangEngine:
         if not self._sessions():
             return ""
         try:
-            self._json("POST", "/begin_weight_update", "begin", deadline, {"selector": "target"})
+            self._calls.json("POST", "/begin_weight_update", "begin", deadline, {"selector": "target"})
             return ""
         except EngineRejected as e:
             if "already open" not in e.message:
                 raise
         self.end(deadline)
-        self._json("POST", "/begin_weight_update", "begin", deadline, {"selector": "target"})
+        self._calls.json("POST", "/begin_weight_update", "begin", deadline, {"selector": "target"})
         return f"{self.url}: closed a weight-update session that an earlier run had left open"
 
     def update(self, payloads: list[str], load_format: str | None, deadline: Deadline, *, what: str = "") -> None:
         """``/update_weights_from_tensor``, one base64 payload a TP rank. Never flushes, never stamps a version."""
-        with _named(what):
-            self._json("POST", "/update_weights_from_tensor", "move", deadline, self._update_of(payloads, load_format))
+        with named(what):
+            self._calls.json(
+                "POST", "/update_weights_from_tensor", "move", deadline, self._update_of(payloads, load_format)
+            )
 
     def update_ahead(self, payloads: list[str], load_format: str | None, deadline: Deadline) -> LaneCall:
         """As ``update``, in two steps."""
-        return self._ahead("/update_weights_from_tensor", "move", deadline, self._update_of(payloads, load_format))
+        return self._calls.ahead(
+            "/update_weights_from_tensor", "move", deadline, self._update_of(payloads, load_format)
+        )
 
     def init_weights_update_group(self, group: GroupSpec, deadline: Deadline) -> None:
         """``/init_weights_update_group``. The port must be bound already, and the call made from a thread."""
-        self._json("POST", "/init_weights_update_group", "move", deadline, msgspec.to_builtins(group))
+        self._calls.json("POST", "/init_weights_update_group", "move", deadline, msgspec.to_builtins(group))
 
     def update_from_distributed(
         self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
@@ -162,31 +156,27 @@ class SglangEngine:
             "abort_all_requests": False,
         }
         body |= {"selector": "target"} if self._sessions() else {}
-        return self._ahead("/update_weights_from_distributed", "move", deadline, body, what=what)
-
-    def check(self, reply: Reply, phase: str, retry: bool) -> None:
-        """Raise what a call that was answered so raises."""
-        self._accepted(self._authorised(reply, "POST", phase), phase, retry)
+        return self._calls.ahead("/update_weights_from_distributed", "move", deadline, body, what=what)
 
     def destroy_weights_update_group(self, group_name: str, deadline: Deadline) -> None:
         """``/destroy_weights_update_group``."""
-        self._json("POST", "/destroy_weights_update_group", "move", deadline, {"group_name": group_name})
+        self._calls.json("POST", "/destroy_weights_update_group", "move", deadline, {"group_name": group_name})
 
     def end(self, deadline: Deadline) -> None:
         """``/end_weight_update`` from 0.5.21 on."""
         if self._sessions():
-            self._json("POST", "/end_weight_update", "end", deadline, {})
+            self._calls.json("POST", "/end_weight_update", "end", deadline, {})
 
     def stamp(self, version: str, deadline: Deadline) -> None:
         """``/update_weight_version``, which leaves running requests alone."""
-        _made(self.stamp_ahead(version, deadline), deadline)
+        made(self.stamp_ahead(version, deadline), deadline)
 
     def stamp_ahead(self, version: str, deadline: Deadline) -> LaneCall:
         """As ``stamp``, in two steps."""
         if not isinstance(version, str) or not version:
             raise ConfigError(f"a weight version is a non-empty string, got {version!r}")
         body = {"new_version": version, "abort_all_requests": False}
-        return self._ahead("/update_weight_version", "commit", deadline, body, retry=True)
+        return self._calls.ahead("/update_weight_version", "commit", deadline, body, retry=True)
 
     def confirm(self, version: str, deadline: Deadline) -> None:
         """``/model_info``: an answer of ``success`` proves nothing."""
@@ -200,22 +190,18 @@ class SglangEngine:
 
     def resume(self, deadline: Deadline) -> None:
         """``/continue_generation``."""
-        _made(self.resume_ahead(deadline), deadline)
+        made(self.resume_ahead(deadline), deadline)
 
     def resume_ahead(self, deadline: Deadline) -> LaneCall:
         """As ``resume``, in two steps."""
-        return self._ahead("/continue_generation", "continue", deadline, {}, retry=True)
+        return self._calls.ahead("/continue_generation", "continue", deadline, {}, retry=True)
 
     def weight_version(self, deadline: Deadline) -> str:
         """The ``weight_version`` of ``/model_info``; "default" after a start."""
-        return str(self._json("GET", "/model_info", "version", deadline, retry=True).get("weight_version", ""))
+        return str(self._calls.json("GET", "/model_info", "version", deadline, retry=True).get("weight_version", ""))
 
     def close(self) -> None:
-        self._http.close()
-        for lane in self._lanes.values():
-            lane.close()
-
-    # ------------------------------------------------------------------------------------------------- one call
+        self._calls.close()
 
     def _update_of(self, payloads: list[str], load_format: str | None) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -226,68 +212,9 @@ class SglangEngine:
         }
         return body | ({"selector": "target"} if self._sessions() else {"disable_draft_model": True})
 
-    def _ahead(
-        self, path: str, phase: str, deadline: Deadline, body: dict[str, Any], *, retry: bool = False, what: str = ""
-    ) -> LaneCall:
-        lane = self._lanes[path]
-        held = lane.hold("POST", path, body=msgspec.json.encode(body), key=self._keys["POST"], deadline=deadline)
-        return LaneCall(self, lane, held, phase, retry, what)
-
     def _sessions(self) -> bool:
         assert self._has_sessions is not None, "connect first"
         return self._has_sessions
-
-    def _json(
-        self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
-    ) -> dict[str, Any]:
-        """A call whose answer is a JSON object without ``success: false``. ``retry``: making it twice does no harm."""
-        return self._accepted(self._call(method, path, phase, deadline, body, retry=retry), phase, retry)
-
-    def _accepted(self, reply: Reply, phase: str, retry: bool = False) -> dict[str, Any]:
-        if not reply.is_success:
-            raise self._rejected(reply, phase, retry)
-        try:
-            content = msgspec.json.decode(reply.content)
-        except msgspec.DecodeError:
-            raise self._rejected(reply, phase, retry, hint="the answer is not JSON") from None
-        if not isinstance(content, dict) or content.get("success") is False:
-            raise self._rejected(reply, phase, retry)
-        return content
-
-    def _call(
-        self, method: str, path: str, phase: str, deadline: Deadline, body: Any = None, *, retry: bool = False
-    ) -> Reply:
-        key, content = self._keys[method], None if body is None else msgspec.json.encode(body)
-        reply = self._http.call(method, path, body=content, key=key, deadline=deadline, phase=phase, retry=retry)
-        return self._authorised(reply, method, phase)
-
-    def _authorised(self, reply: Reply, method: str, phase: str) -> Reply:
-        if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            name = "api_key" if method == "GET" else "admin_api_key (or api_key, if it has no other)"
-            given = bool(self._keys[method])
-            why = f"it does not accept this {name}" if given else f"it wants an {name}, and none is configured"
-            raise ConfigError(f"{reply.to}: HTTP {reply.status}: {why}", engine=self.url, phase=phase)
-        return reply
-
-    def _rejected(self, reply: Reply, phase: str, retry: bool, hint: str = "") -> EngineRejected:
-        text = self._text(reply)
-        said = f"{reply.to}: HTTP {reply.status}"
-        parts = [said, *([hint] if hint else []), f"the engine says: {text or '(nothing)'}"]
-        return EngineRejected("; ".join(parts), engine=self.url, phase=phase, safe_to_retry=retry)
-
-    def _text(self, reply: Reply) -> str:
-        """The server's own words: its ``message`` or ``error`` if it sent one, cut to a readable length, key masked."""
-        text = reply.content.decode(errors="replace")
-        try:
-            content = msgspec.json.decode(reply.content)
-        except msgspec.DecodeError:
-            content = None
-        if isinstance(content, dict):
-            text = str(content.get("message") or content.get("error") or content.get("detail") or text)
-        text = text.strip()
-        for key in filter(None, self._keys.values()):
-            text = text.replace(key, "***")
-        return text if len(text) <= TEXT_LIMIT else f"{text[:TEXT_LIMIT]}... ({len(text)} characters)"
 
 
 def _check_url(url: str) -> None:
@@ -302,36 +229,3 @@ def _check_url(url: str) -> None:
 def _version(text: str) -> tuple[int, int, int] | None:
     match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-
-class LaneCall:
-    """A call that lies in a lane; see ``engines.Call``."""
-
-    def __init__(self, engine: SglangEngine, lane: Lane, held: Held, phase: str, retry: bool, what: str) -> None:
-        self._engine, self._lane, self._held = engine, lane, held
-        self._phase, self._retry, self._what = phase, retry, what
-
-    def make(self, deadline: Deadline, *, sent: Callable[[], None] = lambda: None) -> None:
-        with _named(self._what):
-            reply = self._lane.make(self._held, deadline=deadline, phase=self._phase, retry=self._retry, sent=sent)
-            self._engine.check(reply, self._phase, self._retry)
-
-    def drop(self) -> None:
-        self._lane.drop(self._held)
-
-
-def _made(call: LaneCall, deadline: Deadline, sent: Callable[[], None] = lambda: None) -> None:
-    try:
-        call.make(deadline, sent=sent)
-    finally:
-        call.drop()
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Errors say what was being updated."""
-    try:
-        yield
-    except WeightSyncError as e:
-        e.message = f"{what}: {e.message}" if what else e.message
-        raise
