@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import weakref
 from urllib.parse import urlsplit
@@ -20,17 +19,12 @@ from torch import nn
 from weightsync import receiver_wire as wire
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
+from weightsync.gil import share_the_interpreter
 from weightsync.rpc import Client, reachable_host, split_address
 
 logger = logging.getLogger(__name__)
 
 ANNOUNCE_S = 5.0
-SWITCH_INTERVAL_S = 1e-4
-"""How long the engine's event loop, which never rests, may keep the interpreter from a thread of ours that wants it.
-
-Python's own 5 ms would be spent at every answer of the receiver's server, and between any two small operations of a
-verification.
-"""
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -56,7 +50,7 @@ _sessions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def _attach(model: nn.Module, command: wire.Attach) -> None:
     from weightsync.receiver_session import ReceiverSession  # here: the actor is told if it cannot be had
 
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+    share_the_interpreter()
     before = _sessions.pop(model, None)
     if before is not None:
         before._retire()

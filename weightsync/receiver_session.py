@@ -16,6 +16,7 @@ from torch import nn
 from weightsync import devices
 from weightsync import receiver_wire as wire
 from weightsync.exchanging import Membership
+from weightsync.gil import be_punctual
 from weightsync.one_pull import OnePull
 from weightsync.pull_log import PullLog
 from weightsync.rounds import Ask, Gate, Release
@@ -39,7 +40,7 @@ class ReceiverSession:
         self._going: OnePull | None = None  # goes on beside the event loop; whoever has the lock ends it first
         self._log = PullLog()
         self._gate = Gate()
-        self._server = Server(self, host=host)
+        self._server = Server(self, host=host, prepare=be_punctual)
         self._address = self._server.address
 
     @property

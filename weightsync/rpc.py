@@ -34,10 +34,20 @@ class Server:
     """Serves the public methods of ``target`` from daemon threads until ``close``.
 
     A method takes no argument or one, annotated with the type to decode it into. Up to ``workers`` run at once; further
-    calls wait their turn. Raises ConfigError if it cannot listen on ``host``.
+    calls wait their turn. ``prepare`` is called by each of its threads first. Raises ConfigError if it cannot listen on
+    ``host``.
     """
 
-    def __init__(self, target: object, *, host: str = "127.0.0.1", token: str = "", workers: int = 4) -> None:
+    def __init__(
+        self,
+        target: object,
+        *,
+        host: str = "127.0.0.1",
+        token: str = "",
+        workers: int = 4,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._prepare = prepare
         self._token = token or secrets.token_urlsafe(16)
         self._dispatcher = Dispatcher(target)
         self._context = zmq.Context()
@@ -75,7 +85,11 @@ class Server:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
 
     def _start(self, function: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=function, name="weightsync-rpc", daemon=True)
+        def run() -> None:
+            self._prepare()
+            function()
+
+        thread = threading.Thread(target=run, name="weightsync-rpc", daemon=True)
         thread.start()
         return thread
 
