@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -53,10 +54,18 @@ class Board:
         """int64 [num_words], for fingerprints."""
         return self._words[HEAD:]
 
-    def land(self, push_id: str) -> None:
-        """Have the GPU say, after all that the current stream holds, that this pull has landed."""
+    def land(self, push_id: str) -> Callable[[], None]:
+        """Have the GPU say, after all that the current stream holds, that this pull has landed.
+
+        What is returned waits until it has: nothing is on its way here then.
+        """
         number = torch.full((1,), _number_of(push_id), dtype=torch.int64, device=self._device)
         self._words[_LANDED : _LANDED + 1].copy_(number, non_blocking=True)
+        if self._device.type != "cuda":
+            return lambda: None
+        said = torch.cuda.Event()
+        said.record()
+        return said.synchronize
 
     def accept(self, push_id: str, num_bytes: int, launched_ns: int) -> None:
         """Say that this pull goes on by itself, and will ``land``. ``launched_ns``: of ``time.monotonic_ns``."""
@@ -64,7 +73,7 @@ class Board:
         self._words[_GOES_ON] = _number_of(push_id)
 
     def close(self) -> None:
-        """Nothing may be on its way here any more. Idempotent."""
+        """Nothing may be on its way here any more (see ``land``). Idempotent."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._words.data_ptr())
             self._registered = False

@@ -23,7 +23,11 @@ class OnePull:
         self._applied, self._kind, self._error, self._seconds, self._num_bytes = False, "", "", 0.0, 0
         self._fingerprints: list[int] | None = None
         self._copied: Callable[[], float]
-        self.goes_on = False
+        self._landed: Callable[[], None] | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return self._landed is not None
 
     def start(self) -> None:
         """In SGLang's event loop, where nothing else uses the weights."""
@@ -37,7 +41,7 @@ class OnePull:
             launched_ns = time.monotonic_ns()
             self._copied, self._num_bytes = plan.start(command.timeout_s), plan.num_bytes
             if command.beside:
-                self.goes_on = served.let_go_on(command, self._num_bytes, launched_ns)
+                self._landed = served.let_go_on(command, self._num_bytes, launched_ns)
 
     def finish(self) -> None:
         """Wait for its end, finalise, and read back, as far as that was asked for."""
@@ -47,8 +51,11 @@ class OnePull:
             return
         with self._caught():
             self._seconds = self._copied()
+            if self._landed is not None:
+                self._landed()
+                return
             self._served.finalise()
-            if self._command.verify and not self.goes_on:
+            if self._command.verify:
                 with suppress(VerifyMismatch):  # whoever asks ``verify`` then hears of it
                     self._fingerprints = self._served.start_reading()()
 

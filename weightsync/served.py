@@ -136,19 +136,22 @@ class Served:
             self._board.close()
         self._board = None
 
-    def let_go_on(self, command: wire.Pull, num_bytes: int, launched_ns: int) -> bool:
-        """Have the GPU say when what the current stream holds is over, if there is where to say it."""
+    def let_go_on(self, command: wire.Pull, num_bytes: int, launched_ns: int) -> Callable[[], None] | None:
+        """Have the GPU say when what the current stream holds is over, if there is where to say it.
+
+        What is returned waits until it has.
+        """
         board = self._board
         if board is None:
-            return False
+            return None
         if command.verify:
             needs, constants = self._checks(), self._live.constants_on_gpu()
             assert board.num_words == len(needs.order) + len(constants.names), "the plan was installed as not verified"
             needs.write(board.prints[: len(needs.order)])
             constants.check.write(board.prints[len(needs.order) :])
-        board.land(command.push_id)
+        landed = board.land(command.push_id)
         board.accept(command.push_id, num_bytes, launched_ns)
-        return True
+        return landed
 
     def planned(self, plan_id: str) -> InstalledPlan | ExchangedPlan:
         """That plan, if it can be run now; raises Refusal or TransferError."""

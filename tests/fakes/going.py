@@ -41,8 +41,8 @@ class Going(shm.Puller):
         return finish
 
     @classmethod
-    def queue(cls, step: Callable[[], None]) -> None:
-        """``step`` comes behind the copies that this thread began last, if they come to their end."""
+    def queue(cls, step: Callable[[], object]) -> Callable[[], None]:
+        """``step`` comes behind the copies that this thread began last, if they come to their end; waits for it."""
         copies, failed = cls.begun.last
 
         def follow() -> None:
@@ -50,7 +50,9 @@ class Going(shm.Puller):
             if not failed:
                 step()
 
-        threading.Thread(target=follow, daemon=True).start()
+        following = threading.Thread(target=follow, daemon=True)
+        following.start()
+        return following.join
 
 
 def going_on(monkeypatch: pytest.MonkeyPatch) -> None:
