@@ -125,7 +125,7 @@ def test_a_pause_that_does_not_end_keeps_nobody_else_paused_and_its_engine_is_fe
     pause = links[1].client.pause
     links[1].client.pause = lambda mode, deadline, sent: (go_on.wait(10), pause(mode, deadline))
     one = push(links, workers=FakeWorkers(publish=TransferError("it was closed")), early=lambda link: True)
-    one._cleanup_s = 0.3
+    one._settling.within_s = 0.3
     started = time.monotonic()
     with pytest.raises(TransferError, match="closed"):
         one.run()

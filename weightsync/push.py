@@ -13,26 +13,26 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import msgspec
 
 from weightsync.config import Config
 from weightsync.deadline import Deadline
-from weightsync.errors import EngineLost, EngineRejected, TransferError, WeightSyncError
+from weightsync.errors import TransferError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.flushing import Flushing
 from weightsync.pausing import Pausing
 from weightsync.plan import Plan
 from weightsync.routes import Route
+from weightsync.settling import Settling
 from weightsync.spec import EngineReport, SyncReport
 from weightsync.verifying import Verification
 from weightsync.workers import Workers
 
 PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
-CLEANUP_S = 5.0
 
 
 class SourcesMoved(Exception):
@@ -78,7 +78,6 @@ class Push:
         self._plan = plan
         self._fanout = fanout
         self._deadline = deadline
-        self._cleanup_s = min(CLEANUP_S, deadline.timeout_s / 4)
         self._seconds: dict[str, float] = {}
         self._trainer_seconds: dict[str, float] = {}
         self._phase = ""
@@ -93,6 +92,7 @@ class Push:
             flushing=self._flushing,
             may_be_beside=may_pause_early,
         )
+        self._settling = Settling(deadline.timeout_s, config=config, pausing=self._pausing)
         verifies = config.verify == "fingerprint"
         self._regions = {r: plan.regions(r) if verifies else [] for r in workers.ranks}
         self._verification = Verification(
@@ -240,42 +240,20 @@ class Push:
             link.error = str(error)
         if self._config.on_engine_failure == "raise" or len(failed) == len(self._links):
             raise failed[0][1]
-        self._fanout.each(self._settle, [link for link, _ in failed])
+        self._fanout.each(self._settling.settle, [link for link, _ in failed])
         gone = {id(link) for link, _ in failed}
         self._links = [link for link in self._links if id(link) not in gone]
 
     def _undo_pauses(self, gone: list[EngineLink]) -> None:
         """Engines that are ``gone`` are asked to go on too, in case that they are there; they need not answer."""
         links = [link for link in self._links if link not in gone]
-        outcomes = self._fanout.each(lambda link: self._pausing.undo(link, self._cleanup_s), [*links, *gone])
+        outcomes = self._fanout.each(lambda link: self._pausing.undo(link, self._settling.within_s), [*links, *gone])
         self._settle_failures(links, outcomes[: len(links)])
 
     def _abandon(self, error: WeightSyncError) -> None:
         error.phase = error.phase or self._phase
-        self._fanout.each(self._settle, self._links)
+        self._fanout.each(self._settling.settle, self._links)
         error.report = [msgspec.to_builtins(link.report()) for link in self._involved]
-
-    def _settle(self, link: EngineLink) -> None:
-        """Bring one engine to the state that its progress allows, in bounded time, whatever it answers."""
-        deadline = Deadline(self._cleanup_s, "cleaning up after a failed push")
-        if link.progress.applied and not link.progress.committed:
-            link.state, link.held = "fenced", True
-            if self._config.pause == "none":  # nothing was paused: a fenced engine must not serve
-                with suppress(WeightSyncError):
-                    link.client.pause("abort", deadline)
-            return
-        try:
-            self._pausing.settle(link, self._cleanup_s)
-            if link.progress.began:
-                with suppress(EngineRejected):  # it had not begun; one that was left open is closed by the next begin
-                    link.client.end(deadline)
-            if link.progress.paused and (link.progress.committed or not link.held):
-                link.client.resume(deadline)
-                link.held = False
-        except EngineLost as e:
-            link.state, link.error = "lost", link.error or str(e)
-        except WeightSyncError as e:
-            link.state, link.held, link.error = "fenced", True, link.error or str(e)
 
     # ------------------------------------------------------------------------------------------------ report
 
