@@ -32,8 +32,8 @@ def installed(board: Board, **fields) -> Installed:
     return Installed(goes_on=True, board=board.segment, **fields)
 
 
-def go(board: Board, push_id: str, *, lands: bool = True) -> None:
-    board.accept(push_id, num_bytes=100, launched_ns=time.monotonic_ns())
+def go(board: Board, push_id: str, *, lands: bool = True, printed: bool = False) -> None:
+    board.accept(push_id, num_bytes=100, launched_ns=time.monotonic_ns(), printed=printed)
     if lands:
         board.land(push_id)
 
@@ -63,9 +63,35 @@ def test_boards_tell_of_every_rank_and_nobody_is_asked(boards):
 def test_fingerprints_are_those_of_the_needs_unless_a_constant_has_changed(boards, constants, found):
     ranks = Landing([installed(boards[0], order=[1, 2, 0], constants=constants)])
     boards[0].prints.copy_(torch.tensor([10, 20, 30, 8, -16]))
-    go(boards[0], "one")
+    go(boards[0], "one", printed=True)
     (result,) = ranks.results("one", nobody)
     assert result.ok and result.fingerprints == found
+    go(boards[0], "two")
+    assert ranks.results("two", nobody)[0].fingerprints is None, "nobody asked for any: those are of another pull"
+
+
+def test_no_constants_are_no_reason_to_believe_fingerprints_that_nobody_asked_for(boards):
+    board = Board(num_words=3, device=torch.device("cpu"))
+    ranks = Landing([installed(board, order=[0, 1, 2])])
+    go(board, "one")
+    assert ranks.results("one", nobody)[0].fingerprints is None
+    board.close()
+
+
+def test_boards_that_were_taken_down_tell_nothing(boards):
+    ranks = Landing([installed(b) for b in boards])
+    ranks.close()
+    with pytest.raises(TransferError, match="taken down"):
+        ranks.results("one", nobody)
+
+
+def test_boards_that_are_taken_down_meanwhile_keep_nobody_waiting(boards):
+    ranks = Landing([installed(b) for b in boards])
+    go(boards[0], "one")
+    go(boards[1], "one", lands=False)
+    threading.Timer(0.1, ranks.close).start()
+    gone = PullResult("one", kind="failed", error="this client was closed")
+    assert ranks.results("one", {1: gone}.__getitem__)[1] is gone
 
 
 @pytest.mark.parametrize("why", ["it keeps the event loop", "it does not land", "it is another one that has landed"])

@@ -102,7 +102,7 @@ class FakeLink:
     def start_push(self, push_id="", *, landed=lambda: None, sent=lambda: None, answered=lambda: None):
         self.progress = Progress(push_id=push_id, landed=landed, sent=sent, answered=answered)
 
-    def prepare_pull(self, step, deadline):
+    def prepare_pull(self, push_id, step, deadline):
         pass
 
     def prepare_to_serve(self, version, deadline):
@@ -452,7 +452,7 @@ def test_what_was_written_ahead_and_never_made_is_taken_back(fault):
     class Link(FakeLink):
         events: list[str]
 
-        def prepare_pull(self, step, deadline):
+        def prepare_pull(self, push_id, step, deadline):
             self.events.append(f"pull {step} held, {'paused' if self.client.paused else 'not paused'}")
 
         def end_push(self):

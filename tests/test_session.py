@@ -12,7 +12,9 @@ import torch
 from tests.fakes.engine import UPDATE, FakeEngine
 from tests.fakes.going import Going, going_on
 from tests.fakes.model import FakeModel
+from weightsync.board import Board
 from weightsync.config import Config, EngineConfig, load_config
+from weightsync.deadline import Deadline
 from weightsync.errors import (
     ConfigError,
     EngineLost,
@@ -25,6 +27,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.publisher import Publisher
+from weightsync.receivers import Receivers
 from weightsync.session import Session
 from weightsync.spec import PushRequest, SyncReport
 
@@ -470,26 +473,97 @@ def test_nothing_is_left_after_close(world):
 # ------------------------------------------------------------------------------------ pulls that go on by themselves
 
 
+def refused(*args, **kwargs):
+    raise AssertionError("it went the other way")
+
+
 @pytest.mark.parametrize("pause", ["abort", "in_place", "none"])
 @pytest.mark.parametrize(("version", "tp_size"), [("0.5.12", 1), ("0.5.23", 2)])
 def test_an_engine_answers_and_is_flushed_while_its_ranks_pull(world, monkeypatch, version, tp_size, pause):
     going_on(monkeypatch)
+    monkeypatch.setattr(Receivers, "pull_beside" if pause == "none" else "pull", refused)
     one = world(engine(tp_size, version=version), pause=pause, verify="none")
-    fake, flush, answered = one.engines[0], one.engines[0]._flush, threading.Event()
+    fake, flush, before = one.engines[0], one.engines[0]._flush, list[bool]()
 
     def flushed(body):
+        before.append(torch.equal(fake.models[0].norm, one.tensors["norm.weight"]))
         Going.may_end.set()
-        answered.set()
         return flush(body)
 
     fake._flush = flushed
     if pause != "abort":  # flushed before, or not at all
         Going.may_end.set()
     for step in (1, 2):
+        if pause == "abort":
+            Going.may_end.clear()
         report = one.push(step)
         assert_serves(fake, one.tensors, step)
         assert report.num_bytes == one.session.plan().num_bytes and report.engines[0].seconds["pull"] > 0
-    assert answered.is_set() is (pause != "in_place")
+    assert before == ([] if pause == "in_place" else [False, False])
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
+def test_what_went_beside_is_verified_by_reading_back(world, monkeypatch, version):
+    going_on(monkeypatch)
+    Going.may_end.set()
+    one, beside = world(engine(1, version=version)), list[bool]()
+    accept = Board.accept
+    monkeypatch.setattr(Board, "accept", lambda board, *a, **k: (beside.append(True), accept(board, *a, **k)))
+    for step in (1, 2):
+        assert one.push(step).verified
+        assert_serves(one.engines[0], one.tensors, step)
+    assert len(beside) == (2 if version == "0.5.23" else 0), "here only a thread can read back, and only after the end"
+
+
+def test_calls_that_were_written_ahead_for_a_push_that_fails_are_never_made(world, monkeypatch):
+    going_on(monkeypatch)
+    Going.may_end.set()
+    one = world(engine(version="0.5.12"), verify="none")
+    one.push(1)
+    before = len(one.engines[0].paths())
+
+    def seal(*args):
+        raise TransferError("something wrote to them")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(one.session._workers, "seal", seal)
+        with pytest.raises(TransferError, match="something wrote"):
+            one.push(2)
+    called = one.engines[0].paths()[before:]
+    assert UPDATE in called and not {"/update_weight_version", "/continue_generation"} & set(called)
+    assert one.engines[0].paused and one.engines[0].weight_version == "1"
+    lanes = one.session._links[0].client._calls.lanes
+    assert [lane._unmade for lane in lanes.values()] == [[]] * len(lanes)
+    one.push(3)
+    assert_serves(one.engines[0], one.tensors, 3)
+
+
+def test_what_a_pause_that_ends_late_has_prepared_is_no_part_of_the_next_push(world, monkeypatch):
+    going_on(monkeypatch)
+    Going.may_end.set()
+    one = world(engine(version="0.5.12"), verify="none")
+    one.push(1)
+    (link,) = one.session._links
+    link.prepare_pull("a push that has ended", 1, Deadline(5, "test"))
+    assert link._ahead == {}
+    one.push(2)
+    assert_serves(one.engines[0], one.tensors, 2)
+
+
+def test_an_engine_that_must_not_serve_is_paused_before_it_is_pulled_into_beside_whatever_else_is(world, monkeypatch):
+    going_on(monkeypatch)
+    Going.may_end.set()
+    one = world(engine(version="0.5.12"), verify="none", pause="none")
+    one.push(1)
+    fake, (link,) = one.engines[0], one.session._links
+    link.held, link.state, fake.paused = True, "fenced", False  # as where it could not be paused when a push failed
+    fake.misbehave("/pause_generation", "500")
+    with pytest.raises(EngineRejected, match="HTTP 500"):
+        one.push(2)
+    assert fake.weight_version == "1"
+    one.push(3)
+    assert_serves(fake, one.tensors, 3)
+    assert fake.paths().count("/pause_generation") == 2
 
 
 def test_a_pull_that_fails_on_its_way_fences_the_engine_and_the_next_push_heals_it(world, monkeypatch):

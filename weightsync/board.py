@@ -8,8 +8,9 @@ the pull's number where the actor looks.
     0       the loader       number of the pull that goes on by itself, once all of it is launched
     1       the loader       the bytes that it writes
     2       the loader       when it was launched: nanoseconds of the machine's monotonic clock
-    3       the GPU, last    number of the pull that has landed
-    4 ...   the GPU          the fingerprints that were asked for
+    3       the loader       number of the last pull that was to be fingerprinted too
+    4       the GPU, last    number of the pull that has landed
+    5 ...   the GPU          the fingerprints that were asked for
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -24,8 +26,8 @@ from weightsync.errors import TransferError
 from weightsync.spec import Segment
 from weightsync.transports import shm
 
-HEAD = 4
-_GOES_ON, _NUM_BYTES, _LAUNCHED, _LANDED = range(HEAD)
+HEAD = 5
+_GOES_ON, _NUM_BYTES, _LAUNCHED, _PRINTED, _LANDED = range(HEAD)
 _WORD_BYTES = 8
 
 
@@ -39,10 +41,12 @@ class Board:
         self._words = self._memory.tensor.view(torch.int64)
         self._registered = False
         if device.type == "cuda":  # so that the GPU writes it without a thread of ours
-            error = torch.cuda.cudart().cudaHostRegister(self._words.data_ptr(), self._words.nbytes, 0)
-            if int(error) != 0:
+            error = int(torch.cuda.cudart().cudaHostRegister(self._words.data_ptr(), self._words.nbytes, 0))
+            if error:
                 self._memory.close()
-                raise TransferError(f"shared memory cannot be registered with the GPU: CUDA error {int(error)}")
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=device)  # the runtime keeps an error for whoever launches next in this thread
+                raise TransferError(f"shared memory cannot be registered with the GPU: CUDA error {error}")
             self._registered = True
 
     @property
@@ -67,9 +71,13 @@ class Board:
         said.record()
         return said.synchronize
 
-    def accept(self, push_id: str, num_bytes: int, launched_ns: int) -> None:
-        """Say that this pull goes on by itself, and will ``land``. ``launched_ns``: of ``time.monotonic_ns``."""
+    def accept(self, push_id: str, *, num_bytes: int, launched_ns: int, printed: bool = False) -> None:
+        """Say that this pull goes on by itself, and will ``land``. ``launched_ns``: of ``time.monotonic_ns``.
+
+        ``printed``: its fingerprints are written before that.
+        """
         self._words[_NUM_BYTES], self._words[_LAUNCHED] = num_bytes, launched_ns
+        self._words[_PRINTED] = _number_of(push_id) if printed else 0
         self._words[_GOES_ON] = _number_of(push_id)
 
     def close(self) -> None:
@@ -105,8 +113,10 @@ class Reader:
         """Since the pull that goes on was launched."""
         return (time.monotonic_ns() - int(self._words[_LAUNCHED])) / 1e9
 
-    def prints(self) -> list[int]:
-        """The fingerprints, as they were written."""
+    def prints(self, push_id: str) -> list[int]:
+        """The fingerprints of that pull, as they were written; none if it was not to have any."""
+        if int(self._words[_PRINTED]) != _number_of(push_id):
+            return []
         return [number & 0xFFFF_FFFF_FFFF_FFFF for number in self._words[HEAD:].tolist()]
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -57,6 +58,7 @@ class EngineLink:
         self.notes: list[str] = []
         self.progress = Progress()
         self._ahead: dict[str, Call] = {}
+        self._lock = threading.Lock()  # what is ahead: a pause that ends late may come with what is of no use any more
 
     # ---------------------------------------------------------------------------------------------- connecting
 
@@ -138,13 +140,16 @@ class EngineLink:
         sent: Callable[[], None] = lambda: None,
         answered: Callable[[], None] = lambda: None,
     ) -> None:
+        self.end_push()
         self.progress = Progress(push_id=push_id, landed=landed, sent=sent, answered=answered)
 
-    def prepare_pull(self, step: int, deadline: Deadline) -> None:
-        """Write the call that has every rank pull, but for its last byte. Idempotent."""
-        if "pull" not in self._ahead:
+    def prepare_pull(self, push_id: str, step: int, deadline: Deadline) -> None:
+        """Write the call that has every rank pull, but for its last byte, if that push is under way. Idempotent."""
+        with self._lock:
+            if push_id != self.progress.push_id or "pull" in self._ahead:
+                return
             self._ahead["pull"] = self.receivers.prepare_pull(
-                self.progress.push_id,
+                push_id,
                 step,
                 deadline,
                 full=self.held or self.state != "serving",
@@ -154,7 +159,7 @@ class EngineLink:
 
     def pull(self, step: int, deadline: Deadline) -> None:
         """Have every TP rank pull its slices. Sets ``progress.applied`` to what the receivers themselves say."""
-        self.prepare_pull(step, deadline)
+        self.prepare_pull(self.progress.push_id, step, deadline)
         before, self.progress.applied = self.progress.applied, True
         try:
             results = self._pull(self._ahead["pull"], deadline)
@@ -177,8 +182,9 @@ class EngineLink:
 
     def prepare_to_serve(self, version: str, deadline: Deadline) -> None:
         """Write the calls that end the push, but for their last bytes."""
-        self._ahead["stamp"] = self.client.stamp_ahead(version, deadline)
-        self._ahead["resume"] = self.client.resume_ahead(deadline)
+        with self._lock:
+            self._ahead["stamp"] = self.client.stamp_ahead(version, deadline)
+            self._ahead["resume"] = self.client.resume_ahead(deadline)
 
     def stamp(self, version: str, deadline: Deadline) -> None:
         """Set the engine's weight version; the link's follows."""
@@ -197,7 +203,9 @@ class EngineLink:
 
     def end_push(self) -> None:
         """Take back what was written ahead and never made. Idempotent."""
-        ahead, self._ahead = self._ahead, {}
+        with self._lock:
+            ahead, self._ahead = self._ahead, {}
+            self.progress.push_id = ""
         for call in ahead.values():
             call.drop()
 
@@ -210,7 +218,10 @@ class EngineLink:
         if self.ends_by_itself and not self.progress.pulled:
             push_id = secrets.token_hex(8)
             update = self.receivers.prepare_pull(push_id, -1, deadline, verify=True)
-            self._keep_fingerprints(self.receivers.pull(push_id, update, deadline))
+            try:
+                self._keep_fingerprints(self.receivers.pull(push_id, update, deadline))
+            finally:
+                update.drop()
         return self.progress.fingerprints or self.receivers.verify(deadline)
 
     def _keep_fingerprints(self, results: list[wire.PullResult]) -> None:

@@ -46,28 +46,30 @@ class Landing:
         ``ask`` is for a rank whose pull does not go on, or does not seem to land: it waits for what the receiver says,
         by the deadline of the push.
         """
-        results: dict[int, PullResult] = {}
+        boards, results = list(self._boards), dict[int, PullResult]()
+        if len(boards) != len(self._installed):
+            raise TransferError("the boards of this engine's ranks were taken down")
         patience = Deadline(LOOK_S, "waiting for pulls to land")
         while True:
-            for rank, board in enumerate(self._boards):
+            for rank, board in enumerate(boards):
                 if rank in results:
                     continue
                 if not board.goes_on(push_id):
                     results[rank] = ask(rank)
                 elif board.has_landed(push_id):
-                    results[rank] = self._landed(rank, push_id)
+                    results[rank] = self._landed(board, self._installed[rank], push_id)
                 elif patience.passed():
                     results[rank] = ask(rank)
-            if len(results) == len(self._boards):
-                return [results[rank] for rank in range(len(self._boards))]
+            if len(results) == len(boards):
+                return [results[rank] for rank in range(len(boards))]
             time.sleep(POLL_S)
 
-    def _landed(self, rank: int, push_id: str) -> PullResult:
+    @staticmethod
+    def _landed(board: Reader, installed: Installed, push_id: str) -> PullResult:
         """As the board says. Without fingerprints where a constant is not as it was: whoever asks for them hears."""
-        board, installed = self._boards[rank], self._installed[rank]
-        seconds, prints, count = board.seconds(), board.prints(), len(installed.order)
+        seconds, prints, count = board.seconds(), board.prints(push_id), len(installed.order)
         fingerprints: list[int] | None = None
-        if count and prints[count:] == installed.constants:
+        if prints and prints[count:] == installed.constants:
             by_need = dict(zip(installed.order, prints, strict=False))
             fingerprints = [by_need[need] for need in range(count)]
         return PullResult(

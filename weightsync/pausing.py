@@ -29,6 +29,7 @@ class Pausing:
     def __init__(
         self,
         step: int,
+        push_id: str,
         *,
         config: Config,
         fanout: Fanout,
@@ -36,7 +37,7 @@ class Pausing:
         flushing: Flushing,
         may_be_beside: Callable[[EngineLink], bool],
     ) -> None:
-        self._step = step
+        self._step, self._push_id = step, push_id
         self._config = config
         self._fanout = fanout
         self._deadline = deadline
@@ -84,6 +85,8 @@ class Pausing:
         started = time.perf_counter()
         if self._config.pause != "none":
             link.client.pause(self._config.pause, self._deadline, sent=partial(self._prepare, link))
+        elif link.held:  # it must not serve, and is pulled into beside its event loop
+            link.client.pause("abort", self._deadline)
         link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
         if self._config.pause == "in_place":
             self.notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
@@ -91,7 +94,7 @@ class Pausing:
     def _prepare(self, link: EngineLink) -> None:
         """While the engine pauses: what it will be asked for next."""
         if link.pulls:
-            link.prepare_pull(self._step, self._deadline)
+            link.prepare_pull(self._push_id, self._step, self._deadline)
 
     def _drain(self, link: EngineLink) -> bool:
         """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""

@@ -84,8 +84,10 @@ class Push:
         self._notes: list[str] = []
         self._generations = generations
         self._flushing = Flushing(config=config, fanout=fanout, deadline=deadline)
+        self._push_id = secrets.token_hex(8)
         self._pausing = Pausing(
             step,
+            self._push_id,
             config=config,
             fanout=fanout,
             deadline=deadline,
@@ -108,10 +110,9 @@ class Push:
     def run(self) -> SyncReport:
         """The main path. Raises a WeightSyncError whose ``report`` says what state each engine is in."""
         started = time.perf_counter()
-        push_id = secrets.token_hex(8)
         for link in self._links:
             link.start_push(
-                push_id,
+                self._push_id,
                 landed=partial(self._on_landed, link),
                 sent=partial(self._flushing.behind, link),
                 answered=partial(link.prepare_to_serve, str(self.step), self._deadline),

@@ -120,10 +120,12 @@ class Served:
         """The board of the installed plan, if its pulls can go on: nothing waits for others, or is computed from it."""
         assert self._plan is not None, "install first"
         self._take_down()
-        if not self._plan.goes_on or self._finalises or (verified and self._live.has_constants_elsewhere()):
+        if not self._plan.goes_on or self._finalises:
             return wire.Installed()
-        order, constants = (self._checks().order, self._live.constants_on_gpu()) if verified else ([], None)
-        kept = [constants.kept[i] for i in constants.check.order] if constants is not None else []
+        order, kept = list[int](), list[int]()
+        if verified and self.device.type == "cuda" and not self._live.has_constants_elsewhere():
+            constants = self._live.constants_on_gpu()
+            order, kept = self._checks().order, [constants.kept[i] for i in constants.check.order]
         try:
             self._board = Board(len(order) + len(kept), self.device)
         except TransferError as e:
@@ -142,15 +144,14 @@ class Served:
         What is returned waits until it has.
         """
         board = self._board
-        if board is None:
+        if board is None or (command.verify and not board.num_words):
             return None
         if command.verify:
             needs, constants = self._checks(), self._live.constants_on_gpu()
-            assert board.num_words == len(needs.order) + len(constants.names), "the plan was installed as not verified"
             needs.write(board.prints[: len(needs.order)])
             constants.check.write(board.prints[len(needs.order) :])
         landed = board.land(command.push_id)
-        board.accept(command.push_id, num_bytes, launched_ns)
+        board.accept(command.push_id, num_bytes=num_bytes, launched_ns=launched_ns, printed=command.verify)
         return landed
 
     def planned(self, plan_id: str) -> InstalledPlan | ExchangedPlan:

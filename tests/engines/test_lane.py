@@ -353,6 +353,36 @@ def test_holding_what_does_not_get_through_takes_little_of_a_deadline(monkeypatc
     listener.close()
 
 
-def test_over_tls_nothing_is_written_ahead():
-    lane = Lane("https://127.0.0.1:1")
-    assert hold(lane, "a").stream is None
+def test_one_that_is_made_while_another_waits_for_its_answer_has_a_connection_of_its_own(server, connected, make):
+    one = make(hold(connected, "one!"))
+    until(lambda: server.bodies(0)[-1] == b"one!")
+    held = hold(connected, "two!")
+    until(lambda: server.bodies(0)[-1] == b"two")
+    two = make(held)
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"two!"])
+    server.connections[1].sendall(answer("to two"))
+    server.connections[0].sendall(answer("to one"))
+    assert (one.result(5).content, two.result(5).content) == (b"to one", b"to two")
+    three = make(hold(connected, "three"))
+    until(lambda: len(server.connections) == 3 and server.bodies(2) == [b"three"])
+    server.connections[2].sendall(answer("to three"))
+    assert three.result(5).content == b"to three", "where half a request lies is nothing for another"
+    assert server.bodies(0) == [b"first", b"one!", b"two"]
+
+
+def test_one_that_is_too_late_takes_nothing_from_another_that_waits(server, connected, make):
+    one = make(hold(connected, "one!"), timeout_s=0.3)
+    until(lambda: server.bodies(0)[-1] == b"one!")
+    two = make(hold(connected, "two!"))
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"two!"])
+    with pytest.raises(TransferTimeout):
+        one.result(5)
+    server.connections[1].sendall(answer("to two"))
+    assert two.result(5).content == b"to two"
+
+
+def test_over_tls_nothing_is_written_ahead(server):
+    lane = Lane(server.url.replace("http:", "https:"))
+    hold(lane, "a")
+    time.sleep(0.1)
+    assert not server.connections

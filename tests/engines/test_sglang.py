@@ -116,8 +116,10 @@ def test_what_is_written_ahead_happens_when_it_is_made_or_never(fake: FakeEngine
         call.drop()
     assert fake.paths()[len(before) :] == [UPDATE, "/update_weight_version", "/continue_generation"]
     assert fake.weight_version == "12" and not fake.paused and len(sent) == 3
-    ahead, at_once = (c.body for c in [*fake.calls[-3:-2], fake.calls[-3]])
-    assert ahead == at_once and ahead["serialized_named_tensors"] == ["a", "b"] and ahead["flush_cache"] is False
+    ahead = fake.calls[-3].body
+    client.begin(soon()) if not fake.session_open else None
+    client.update(["a", "b"], None, soon())
+    assert ahead == fake.calls[-1].body and ahead["serialized_named_tensors"] == ["a", "b"]
 
 
 def test_what_was_written_ahead_fails_as_other_calls_do(fake: FakeEngine, client: SglangEngine) -> None:

@@ -40,8 +40,8 @@ class Held:
 class Lane:
     """One connection to ``base_url``, made when it is needed.
 
-    Requests are made one at a time, in the order in which they were held. Only ``hold``, ``drop`` and ``close`` may be
-    called while one is made.
+    Requests are to be made one at a time, in the order in which they were held. One that is made meanwhile gets a
+    connection of its own.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -52,6 +52,7 @@ class Lane:
         self._unmade: list[Held] = []
         self._ahead: Held | None = None  # of which all but a byte lies in the connection
         self._busy = False
+        self._is_spoiled = False
         self._used = 0.0
 
     def hold(self, method: str, path: str, *, body: bytes, key: str, deadline: Deadline) -> Held:
@@ -84,19 +85,21 @@ class Lane:
     ) -> Reply:
         """Have the request carried out; as ``Http.call``. ``sent`` is called when all of it is on its way."""
         with typed(held.doing, self._base, phase, retry, deadline):
+            stream, is_own = self._complete(held, deadline)
             try:
-                stream = self._complete(held, deadline)
                 sent()
-                reply = self._read(held, stream, deadline)
+                return self._read(held, stream, deadline)
             except h11.RemoteProtocolError as e:
-                self.close()
+                self._end(stream)
                 raise httpcore.RemoteProtocolError(e) from e
             except BaseException:
-                self.close()
+                self._end(stream)
                 raise
             finally:
-                self._busy, self._used = False, time.monotonic()
-        return reply
+                if is_own:
+                    _shut(stream)
+                else:
+                    self._leave()
 
     def drop(self, held: Held) -> None:
         """Never make that request, if it was not made. Idempotent."""
@@ -108,7 +111,7 @@ class Lane:
 
     def close(self) -> None:
         """Close the connection; a call under way fails. Idempotent."""
-        stream, self._stream = self._stream, None
+        stream, self._stream, self._is_spoiled = self._stream, None, False
         if stream is not None:
             _shut(stream)
 
@@ -134,21 +137,53 @@ class Lane:
             return None
         return stream
 
-    def _complete(self, held: Held, deadline: Deadline) -> httpcore.NetworkStream:
-        """Write what is missing: the last byte, or all of it where nothing was written or that connection is closed."""
+    def _complete(self, held: Held, deadline: Deadline) -> tuple[httpcore.NetworkStream, bool]:
+        """Write what is missing: the last byte, or all of it where nothing was written or that connection is closed.
+
+        The connection, and whether it is this request's own: somebody else waits for an answer in the lane's.
+        """
         if not self._lock.acquire(timeout=left_s(deadline)):
             raise TimeoutError
         try:
-            if self._ahead is not held and self._ahead is not None:
+            lies_there, self._ahead = self._ahead, None
+            if self._busy:
+                self._ahead = None if lies_there is held else lies_there
+                self._is_spoiled = self._is_spoiled or lies_there is held  # all but a byte of it stays there
+                return self._write(self._connect(deadline), held, deadline), True
+            if lies_there not in (held, None):
                 self.close()  # it would be taken for a part of that one
-            stream = self._usable() or self._connect(deadline)
-            self._stream, self._busy = stream, True
-            stream.write(held.text[-1:] if stream is held.stream else held.text, timeout=left_s(deadline))
+            self._stream, self._busy = self._usable() or self._connect(deadline), True
+            try:
+                return self._write(self._stream, held, deadline), False
+            except BaseException:
+                self.close()
+                self._leave()
+                raise
         finally:
             self._unmade.remove(held)
-            self._ahead = None
             self._lock.release()
+
+    @staticmethod
+    def _write(stream: httpcore.NetworkStream, held: Held, deadline: Deadline) -> httpcore.NetworkStream:
+        try:
+            stream.write(held.text[-1:] if stream is held.stream else held.text, timeout=left_s(deadline))
+        except BaseException:
+            _shut(stream)
+            raise
         return stream
+
+    def _leave(self) -> None:
+        """The call in the lane's connection is over."""
+        self._busy, self._used = False, time.monotonic()
+        if self._is_spoiled:
+            self.close()
+
+    def _end(self, stream: httpcore.NetworkStream) -> None:
+        """That connection is of no use any more."""
+        if stream is self._stream:
+            self.close()
+        else:
+            _shut(stream)
 
     def _connect(self, deadline: Deadline) -> httpcore.NetworkStream:
         host, tls = self._url.hostname or "", self._url.scheme == "https"
@@ -175,7 +210,7 @@ class Lane:
             elif isinstance(event, h11.EndOfMessage):
                 break
         if parser.their_state is not h11.DONE or parser.trailing_data[0]:
-            self.close()  # "Connection: close", or more than was asked for
+            self._end(stream)  # "Connection: close", or more than was asked for
         return Reply(held.doing, status, b"".join(chunks))
 
 
