@@ -447,6 +447,25 @@ def test_the_cache_is_flushed_behind_the_call_of_a_pull_that_goes_on_beside(besi
     assert flushed == [when] and link.version == "5"
 
 
+def test_a_pause_of_a_dead_push_that_ends_now_takes_nothing_from_the_flush_of_this_one():
+    link = FakeLink("http://a")
+
+    class Moving(FakeRoute):
+        def move(self, links, step, deadline):
+            link.had_requests = True  # the late one says so
+            return super().move(links, step, deadline)
+
+    push([link], route=Moving()).run()
+    assert link.client.calls.count("flush") == 1 and link.version == "5"
+
+
+def test_who_pauses_engines_by_himself_goes_on_by_himself():
+    links = three(begin=EngineRejected("no"))
+    with pytest.raises(EngineRejected):
+        push(links, pause="none").run()
+    assert not any("resume" in link.client.calls or "pause" in link.client.calls for link in links)
+
+
 @pytest.mark.parametrize("fault", ["", "pause", "begin", "move", "stamp", "resume"])
 def test_what_was_written_ahead_and_never_made_is_taken_back(fault):
     class Link(FakeLink):

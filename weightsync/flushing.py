@@ -29,21 +29,24 @@ class Flushing:
         self._config = config
         self._fanout = fanout
         self._deadline = deadline
+        self._later: set[str] = set()
         self._begun: dict[str, Future[WeightSyncError | None]] = {}
 
     def after_pause(self, link: EngineLink) -> None:
         """Flush now, if it cannot be beside. Raises what the engine's call raises."""
-        if self._config.pause != "in_place" and not self._may_be_beside(link):
+        if self._config.pause == "abort" and not link.had_requests:
+            self._later.add(link.url)
+        elif self._config.pause != "in_place":
             self._flush(link)
 
     def beside(self, link: EngineLink) -> None:
-        """Begin now, if it was not done before."""
-        if self._may_be_beside(link) and link.url not in self._begun:
+        """Begin now, if it was left for later and not done before."""
+        if link.url in self._later and link.url not in self._begun:
             self._begun[link.url] = self._fanout.begin(self._flush, link)
 
     def behind(self, link: EngineLink) -> None:
         """As ``beside``, but so that a call which is on its way already comes to the engine's event loop first."""
-        if self._may_be_beside(link) and link.url not in self._begun:
+        if link.url in self._later and link.url not in self._begun:
             self._begun[link.url] = self._fanout.begin(self._flush_behind, link)
 
     def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
@@ -51,9 +54,6 @@ class Flushing:
         for link in links:
             self.beside(link)
         return [self._begun[link.url].result() if link.url in self._begun else None for link in links]
-
-    def _may_be_beside(self, link: EngineLink) -> bool:
-        return self._config.pause == "abort" and not link.had_requests
 
     def _flush_behind(self, link: EngineLink) -> None:
         time.sleep(BEHIND_S)

@@ -80,14 +80,15 @@ class Pausing:
         self._flushing.after_pause(link)
 
     def _pause(self, link: EngineLink) -> None:
-        link.progress.paused = True  # before the call: one that times out may still take effect
+        link.progress.paused = self._config.pause != "none" or link.held  # before the call: it may still take effect
         drained = self._drain(link)
         started = time.perf_counter()
         if self._config.pause != "none":
             link.client.pause(self._config.pause, self._deadline, sent=partial(self._prepare, link))
         elif link.held:  # it must not serve, and is pulled into beside its event loop
             link.client.pause("abort", self._deadline)
-        link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
+        if link.progress.push_id == self._push_id:  # and not so late that another push is under way
+            link.had_requests = drained or time.perf_counter() - started > SLOW_PAUSE_S
         if self._config.pause == "in_place":
             self.notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
 

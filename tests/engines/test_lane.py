@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import httpcore
 import pytest
 
 from weightsync.deadline import Deadline
@@ -368,6 +369,41 @@ def test_one_that_is_made_while_another_waits_for_its_answer_has_a_connection_of
     server.connections[2].sendall(answer("to three"))
     assert three.result(5).content == b"to three", "where half a request lies is nothing for another"
     assert server.bodies(0) == [b"first", b"one!", b"two"]
+
+
+def test_what_is_held_and_does_not_get_through_is_no_end_of_the_call_under_way(server, connected, make, monkeypatch):
+    monkeypatch.setattr(lanes, "AHEAD_S", 0.1)
+    one = make(hold(connected, "one!"))
+    until(lambda: server.bodies(0)[-1] == b"one!")
+    write, stream = connected._stream.write, connected._stream
+
+    def full(data: bytes, timeout: float) -> None:
+        write(data[:-5], timeout)
+        raise httpcore.WriteTimeout
+
+    with monkeypatch.context() as broken:
+        broken.setattr(stream, "write", full)
+        held = hold(connected, "two: too much")
+    third = hold(connected, "three")
+    assert held.stream is None and third.stream is None
+    server.connections[0].sendall(answer("to one"))
+    assert one.result(5).content == b"to one"
+    two = make(held)
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"two: too much"])
+    server.connections[1].sendall(answer("to two"))
+    assert two.result(5).content == b"to two"
+    connected.drop(third)
+
+
+def test_one_that_was_dropped_or_made_cannot_be_made(server, connected, make):
+    held = hold(connected, "one!")
+    connected.drop(held)
+    with pytest.raises(AssertionError):
+        make(held).result(5)
+    two = make(hold(connected, "two!"))
+    until(lambda: len(server.connections) == 2 and server.bodies(1) == [b"two!"])
+    server.connections[1].sendall(answer("to two"))
+    assert two.result(5).content == b"to two", "the lane goes on"
 
 
 def test_one_that_is_too_late_takes_nothing_from_another_that_waits(server, connected, make):

@@ -105,9 +105,13 @@ class Lane:
         """Never make that request, if it was not made. Idempotent."""
         if held in self._unmade:
             self._unmade.remove(held)
-            if held is self._ahead and not self._busy:  # else whoever comes next closes the connection
-                self._ahead = None
-                self.close()
+            if held is self._ahead and self._lock.acquire(blocking=False):  # else whoever comes next closes it
+                try:
+                    if held is self._ahead and not self._busy:
+                        self._ahead = None
+                        self.close()
+                finally:
+                    self._lock.release()
 
     def close(self) -> None:
         """Close the connection; a call under way fails. Idempotent."""
@@ -116,8 +120,10 @@ class Lane:
             _shut(stream)
 
     def _write_ahead(self, held: Held, deadline: Deadline) -> None:
-        if self._ahead is not None or self._unmade[0] is not held:
+        if self._ahead is not None or self._unmade[0] is not held or (self._busy and self._is_spoiled):
             return
+        if self._is_spoiled:
+            self.close()
         soon = Deadline(min(AHEAD_S, deadline.remaining_s()), deadline.what)
         try:
             self._stream = stream = self._usable() or self._connect(soon)
@@ -125,7 +131,11 @@ class Lane:
             stream.write(held.text[:-1], timeout=left_s(soon))
             self._used = time.monotonic()
         except (httpcore.NetworkError, httpcore.TimeoutException, UnicodeError):
-            self.close()
+            held.stream, self._ahead = None, None
+            if self._busy:  # some of it lies behind what somebody waits for
+                self._is_spoiled = True
+            else:
+                self.close()
 
     def _usable(self) -> httpcore.NetworkStream | None:
         """The connection, unless the server has closed it, or may be about to."""
@@ -142,6 +152,7 @@ class Lane:
 
         The connection, and whether it is this request's own: somebody else waits for an answer in the lane's.
         """
+        assert held in self._unmade, "a request is made once, and not when it was dropped"
         if not self._lock.acquire(timeout=left_s(deadline)):
             raise TimeoutError
         try:
@@ -150,8 +161,8 @@ class Lane:
                 self._ahead = None if lies_there is held else lies_there
                 self._is_spoiled = self._is_spoiled or lies_there is held  # all but a byte of it stays there
                 return self._write(self._connect(deadline), held, deadline), True
-            if lies_there not in (held, None):
-                self.close()  # it would be taken for a part of that one
+            if self._is_spoiled or lies_there not in (held, None):
+                self.close()  # it would be taken for a part of what lies there
             self._stream, self._busy = self._usable() or self._connect(deadline), True
             try:
                 return self._write(self._stream, held, deadline), False
@@ -175,8 +186,6 @@ class Lane:
     def _leave(self) -> None:
         """The call in the lane's connection is over."""
         self._busy, self._used = False, time.monotonic()
-        if self._is_spoiled:
-            self.close()
 
     def _end(self, stream: httpcore.NetworkStream) -> None:
         """That connection is of no use any more."""
