@@ -594,15 +594,16 @@ def test_a_plan_whose_pulls_cannot_go_on_says_so(why, going, monkeypatch):
 
 
 def test_a_board_belongs_to_its_plan(going):
-    before = hung_up(going)
-    after = hung_up(going)
+    before, answer = hung_up(going), installed(going)
+    assert answer.board is not None
+    after = Reader(answer.board)
     Going.may_end.set()
     pull_beside(going, "p1")
     until(lambda: after.has_landed("p1"))
     assert not before.goes_on("p1")
     going.call("detach")
     with pytest.raises(TransferError, match="is gone"):
-        Reader(after.segment)
+        Reader(answer.board)
 
 
 def test_a_result_asked_for_early_comes_when_the_pull_ends(rig):

@@ -86,7 +86,8 @@ def conducted(engines: dict[str, Puller], events: list, *, parts: int, fails_at:
             raise TransferError("rank 3 wrote")
 
     conductor = Conductor(
-        {url: (engine, "p") for url, engine in engines.items()},
+        "p",
+        engines,
         num_rounds=5,
         num_parts=parts,
         fill=fill,

@@ -93,7 +93,6 @@ class Reader:
     """The actor's end. Raises TransferError if the memory cannot be opened: the engine may see another /dev/shm."""
 
     def __init__(self, segment: Segment) -> None:
-        self.segment = segment
         self._memory = shm.open_segment(segment)
         self._words = self._memory.tensor.view(torch.int64)
 

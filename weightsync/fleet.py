@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from weightsync import receiver_wire as wire
 from weightsync.config import Config, EngineConfig
@@ -188,18 +189,17 @@ class EngineLink:
 
     def stamp(self, version: str, deadline: Deadline) -> None:
         """Set the engine's weight version; the link's follows."""
-        if (call := self._ahead.get("stamp")) is not None:
-            call.make(deadline)
-        else:
-            self.client.stamp(version, deadline)
+        self._make("stamp", partial(self.client.stamp, version), deadline)
         self.version = version
 
     def resume(self, deadline: Deadline) -> None:
         """Have the engine generate again."""
-        if (call := self._ahead.get("resume")) is not None:
-            call.make(deadline)
-        else:
-            self.client.resume(deadline)
+        self._make("resume", self.client.resume, deadline)
+
+    def _make(self, name: str, otherwise: Callable[[Deadline], None], deadline: Deadline) -> None:
+        """The call of that name that was written ahead, if one was."""
+        call = self._ahead.get(name)
+        (otherwise if call is None else call.make)(deadline)
 
     def end_push(self) -> None:
         """Take back what was written ahead and never made. Idempotent."""

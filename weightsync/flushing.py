@@ -9,7 +9,7 @@ refused finds the engine as it was.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from weightsync.config import Config
@@ -41,19 +41,21 @@ class Flushing:
 
     def beside(self, link: EngineLink) -> None:
         """Begin now, if it was left for later and not done before."""
-        if link.url in self._later and link.url not in self._begun:
-            self._begun[link.url] = self._fanout.begin(self._flush, link)
+        self._begin(self._flush, link)
 
     def behind(self, link: EngineLink) -> None:
         """As ``beside``, but so that a call which is on its way already comes to the engine's event loop first."""
-        if link.url in self._later and link.url not in self._begun:
-            self._begun[link.url] = self._fanout.begin(self._flush_behind, link)
+        self._begin(self._flush_behind, link)
 
     def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
         """Wait for the flushes of ``links`` that are beside, and for no other engine's; an outcome a link."""
         for link in links:
             self.beside(link)
         return [self._begun[link.url].result() if link.url in self._begun else None for link in links]
+
+    def _begin(self, flush: Callable[[EngineLink], None], link: EngineLink) -> None:
+        if link.url in self._later and link.url not in self._begun:
+            self._begun[link.url] = self._fanout.begin(flush, link)
 
     def _flush_behind(self, link: EngineLink) -> None:
         time.sleep(BEHIND_S)

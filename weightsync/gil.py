@@ -12,7 +12,7 @@ import ctypes
 import sys
 
 SWITCH_INTERVAL_S = 1e-6
-_PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
+_PR_SET_TIMERSLACK = 29
 _LEAST_NS = 1
 
 
@@ -24,8 +24,3 @@ def share_the_interpreter() -> None:
 def be_punctual() -> None:
     """For the thread that calls it: its timers are not late."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _LEAST_NS, 0, 0, 0)
-
-
-def timer_slack_ns() -> int:
-    """By how much timers of the thread that calls it may be late."""
-    return ctypes.CDLL(None).prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0)

@@ -85,26 +85,35 @@ class Push:
         self._generations = generations
         self._flushing = Flushing(config=config, fanout=fanout, deadline=deadline)
         self._push_id = secrets.token_hex(8)
-        self._pausing = Pausing(
-            step,
-            self._push_id,
-            config=config,
-            fanout=fanout,
-            deadline=deadline,
-            flushing=self._flushing,
-            may_be_beside=may_pause_early,
-        )
+        self._pausing = self._make_pausing(may_pause_early)
         self._settling = Settling(deadline.timeout_s, config=config, pausing=self._pausing)
-        verifies = config.verify == "fingerprint"
-        self._regions = {r: plan.regions(r) if verifies else [] for r in workers.ranks}
-        self._verification = Verification(
-            step,
-            workers=workers,
-            plan=plan,
+        self._regions = {r: plan.regions(r) if self._verifies else [] for r in workers.ranks}
+        self._verification = self._make_verification()
+
+    @property
+    def _verifies(self) -> bool:
+        return self._config.verify == "fingerprint"
+
+    def _make_pausing(self, may_be_beside: Callable[[EngineLink], bool]) -> Pausing:
+        return Pausing(
+            self.step,
+            self._push_id,
+            config=self._config,
+            fanout=self._fanout,
+            deadline=self._deadline,
+            flushing=self._flushing,
+            may_be_beside=may_be_beside,
+        )
+
+    def _make_verification(self) -> Verification:
+        return Verification(
+            self.step,
+            workers=self._workers,
+            plan=self._plan,
             regions=self._regions,
-            reads_back=verifies,
-            fanout=fanout,
-            deadline=deadline,
+            reads_back=self._verifies,
+            fanout=self._fanout,
+            deadline=self._deadline,
         )
 
     def run(self) -> SyncReport:

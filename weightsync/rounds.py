@@ -135,14 +135,14 @@ def in_rounds(
 class Conductor:
     """Leads one push through its rounds: has the arenas filled, the relays run, and the receivers let on.
 
-    ``engines`` are what is led, each with the id of its pull. ``relay`` runs one engine's relays of a round, ``fill``
-    has the publishers fill one. An engine that fails is left behind (``leave``); a failure of ours ends every pull, and
-    ``failure`` holds it.
+    ``relay`` runs one engine's relays of a round, ``fill`` has the publishers fill one. An engine that fails is left
+    behind (``leave``); a failure of ours ends every pull, and ``failure`` holds it.
     """
 
     def __init__(
         self,
-        engines: Mapping[str, tuple[Engine, str]],
+        push_id: str,
+        engines: Mapping[str, Engine],
         *,
         num_rounds: int,
         num_parts: int,
@@ -150,7 +150,7 @@ class Conductor:
         relay: Callable[[str, int], None],
         deadline: Deadline,
     ) -> None:
-        self._engines, self._deadline = dict(engines), deadline
+        self._push_id, self._engines, self._deadline = push_id, dict(engines), deadline
         self._num_rounds, self._num_parts = num_rounds, num_parts
         self._fill, self._relay = fill, relay
         self.failure: WeightSyncError | None = None
@@ -164,10 +164,10 @@ class Conductor:
                     self._fill(number)
                 for url in list(self._engines):
                     self._relay(url, number)
-                self._release(number)
+                self._release(Release(self._push_id, number))
         except WeightSyncError as e:
             self.failure = e
-            self._release(-1, stop=str(e))
+            self._release(Release(self._push_id, -1, stop=str(e)))
 
     def leave(self, url: str) -> None:
         """That engine's pull is over, well or not."""
@@ -175,18 +175,18 @@ class Conductor:
 
     def _wait_for(self, number: int) -> None:
         """Until every engine has passed that round; one whose pull has ended is left behind."""
-        for url, (engine, push_id) in list(self._engines.items()):
+        for url, engine in list(self._engines.items()):
             while url in self._engines:
                 self._deadline.check(f"waiting for {url} to pull round {number}", engine=url)
                 try:
-                    if engine.passed(Ask(push_id, number), self._deadline):
+                    if engine.passed(Ask(self._push_id, number), self._deadline):
                         break
                 except WeightSyncError:
                     self.leave(url)  # its own pull says why
 
-    def _release(self, number: int, stop: str = "") -> None:
-        for url, (engine, push_id) in list(self._engines.items()):
+    def _release(self, release: Release) -> None:
+        for url, engine in list(self._engines.items()):
             try:
-                engine.release(Release(push_id, number, stop), self._deadline)
+                engine.release(release, self._deadline)
             except WeightSyncError:
                 self.leave(url)

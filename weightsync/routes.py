@@ -111,7 +111,8 @@ class PullRoute:
 
     def _conductor(self, step: int, links: list[EngineLink], deadline: Deadline) -> Conductor:
         return Conductor(
-            {link.url: (link.receivers, link.progress.push_id) for link in links},
+            next((link.progress.push_id for link in links), ""),
+            {link.url: link.receivers for link in links},
             num_rounds=max((self._num_rounds[link.url] for link in links), default=0),
             num_parts=self._num_parts,
             fill=lambda number: self._workers.fill(step, number, deadline),

@@ -143,11 +143,11 @@ class Served:
 
         What is returned waits until it has.
         """
-        board = self._board
-        if board is None or (command.verify and not board.num_words):
+        board, plan = self._board, self._plan
+        if board is None or plan is None or (command.verify and not board.num_words):
             return None
         if command.verify:
-            needs, constants = self._checks(), self._live.constants_on_gpu()
+            needs, constants = self._made_checks(plan), self._live.constants_on_gpu()
             needs.write(board.prints[: len(needs.order)])
             constants.check.write(board.prints[len(needs.order) :])
         landed = board.land(command.push_id)
@@ -159,10 +159,15 @@ class Served:
         if self._plan is None or self._plan.plan_id != plan_id:
             raise Refusal("unknown_plan", f"plan {plan_id} is not installed here")
         self._plan.check()
-        if moved := self._live.moved():
-            self.valid = False
+        if moved := self._moved():
             raise Refusal("layout_moved", f"the engine moved a tensor since it was attached: {moved}")
         return self._plan
+
+    def _moved(self) -> str:
+        """Which tensor lies elsewhere than it was traced, and how; "" if none does."""
+        moved = self._live.moved()
+        self.valid = self.valid and not moved
+        return moved
 
     # --------------------------------------------------------------------------------------------- the memory
 
@@ -185,8 +190,7 @@ class Served:
             own = bits(self._live[name])
             if bool((own == (255 if own.dtype == torch.uint8 else -1)).any()):
                 raise Refusal("derived_stale", f"{name} was not recomputed from the new weights")
-        if moved := self._live.moved():
-            self.valid = False
+        if moved := self._moved():
             raise Refusal("layout_moved", f"finalising the new weights moved a tensor: {moved}")
 
     def start_reading(self) -> Callable[[], list[int]]:
@@ -220,15 +224,18 @@ class Served:
         return bool(self._derived) or has_hook(self._model)
 
     def _checks(self) -> Fingerprinter:
-        """What the installed plan is verified by: the live memory of each need. Made once for as long as that stays."""
+        """What the installed plan is verified by: the live memory of each need, if that is where it was."""
         if self._plan is None:
             raise PlanError("no plan is installed in this receiver")
-        if moved := self._live.moved():
-            self.valid = False
+        if moved := self._moved():
             raise TransferError(f"the engine moved a tensor since it was attached: {moved}")
+        return self._made_checks(self._plan)
+
+    def _made_checks(self, plan: InstalledPlan | ExchangedPlan) -> Fingerprinter:
+        """Made once for as long as that stays."""
         if self._fingerprinter is None:
             views = SlotViews(self._live)
-            pairs = [(views(need.view, need.box.size), need) for need in self._plan.needs]
+            pairs = [(views(need.view, need.box.size), need) for need in plan.needs]
             self._fingerprinter = Fingerprinter([(view, need.box.offset, view.dtype) for view, need in pairs])
         return self._fingerprinter
 
