@@ -197,13 +197,17 @@ def test_small_tensors_and_those_that_nccl_may_not_know_are_flattened_and_apart_
 
 
 class FakeSender:
-    """``begin`` returns at once, ``finish`` when ``over`` is set; ``said`` is what happened, in order."""
+    """``begin`` returns at once, if ``fill`` raises nothing, ``finish`` when ``over`` is set; ``said`` is what happened,
+    in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, fill: Callable[[int], None] = lambda number: None) -> None:
         self.over, self.said, self.alive = threading.Event(), [], True
+        self._fill = fill
         self._begun = 0
 
     def call(self, method, argument=None, *, deadline, returns=None):
+        if method == "begin":
+            self._fill(argument.fills)
         if method == "finish":
             assert self.over.wait(deadline.remaining_s())
         self.said.append(f"{method} {argument.number if method == 'finish' else self._begun}")
@@ -234,9 +238,8 @@ class Sending:
             raise EngineLost("no connection")
         return "1"
 
-    def __call__(self, count: int, first: Callable[[str], None] = lambda what: None) -> list[WeightSyncError | None]:
-        """How that many buckets end; ``first``: what comes before each."""
-        self._group.fill = lambda number, deadline: first(f"bucket {number + 1}")
+    def __call__(self, count: int) -> list[WeightSyncError | None]:
+        """How that many buckets end."""
         turns = [self._group.turn() for _ in range(count)]
         futures = [self._fanout.submit(partial(self._send, turn, number)) for number, turn in enumerate(turns)]
         return [future.exception(10) for future in futures]
@@ -249,7 +252,7 @@ class Sending:
             self._make(what)
 
         update, deadline = SimpleNamespace(make=make, drop=lambda: None), Deadline(5, "test")
-        self._group.send(turn, update, number, Broadcast(SEGMENT, 1, 5.0), deadline, what)
+        self._group.send(turn, update, Broadcast(SEGMENT, 1, 5.0, fills=number), deadline, what)
 
 
 @pytest.mark.parametrize(
@@ -307,31 +310,32 @@ def test_an_engine_is_asked_for_nothing_that_its_sender_cannot_begin_with():
 
 
 def test_a_bucket_that_cannot_be_filled_leaves_the_one_before_alone():
-    sender, filling = FakeSender(), threading.Event()
+    filling = threading.Event()
 
     def make(what: str) -> None:
         assert filling.wait(5)
         threading.Timer(0.4, sender.over.set).start()
 
-    def fill(what: str) -> None:
-        if what == "bucket 2":
+    def fill(number: int) -> None:
+        if number == 1:
             filling.set()
             raise TransferError("not mapped")
 
+    sender = FakeSender(fill)
     group = Sending(sender, make)
-    first, second = group(2, fill)
+    first, second = group(2)
     assert first is None and "not mapped" in str(second) and group.asked == ["bucket 1"]
     assert sender.said.index("finish 0") < sender.said.index("kill")
 
 
 def test_a_fault_of_our_own_asks_for_nothing_more():
-    def fill(what: str) -> None:
-        if what == "bucket 1":
+    def fill(number: int) -> None:
+        if number == 0:
             raise KeyError("bug")
 
-    sender = FakeSender()
+    sender = FakeSender(fill)
     group = Sending(sender)
-    first, second = group(2, fill)
+    first, second = group(2)
     assert isinstance(first, KeyError) and "another one failed: 'bug'" in str(second)
     assert group.asked == [] and "kill" in sender.said
 
@@ -339,14 +343,20 @@ def test_a_fault_of_our_own_asks_for_nothing_more():
 def test_an_engine_that_was_asked_for_nothing_is_not_fenced(world, monkeypatch):
     one = world(stock())
     one.push(1)
-    group = one.session._routes["nccl"]._whole._groups[one.engines[0].url]
-    monkeypatch.setattr(group, "fill", lambda number, deadline: (_ for _ in ()).throw(TransferError("not mapped")))
+    (sender,) = one.session._routes["nccl"]._whole._groups[one.engines[0].url]._senders
+    call = sender.call
+
+    def unable(method, argument=None, **options):
+        if method == "begin":
+            raise TransferError("not mapped")
+        return call(method, argument, **options)
+
+    monkeypatch.setattr(sender, "call", unable)
     before = one.engines[0].paths().count(DISTRIBUTED)
     with pytest.raises(TransferError, match="not mapped") as caught:
         one.push(2)
     assert caught.value.report[0]["state"] == "serving" and not one.engines[0].paused
     assert one.engines[0].paths().count(DISTRIBUTED) == before
-    monkeypatch.undo()
     one.push(3)
     assert_serves(one.engines[0], one.tensors, 3)
 

@@ -19,7 +19,7 @@ from weightsync.groups import CLOSE_S, NAME, EngineGroup, quietly, together
 from weightsync.nodes import Nodes, Place
 from weightsync.receivers import PING_S
 from weightsync.spec import Segment
-from weightsync.transports.nccl_wire import PROBE_BYTES, Broadcast, Fill, FillBucket, Finish
+from weightsync.transports.nccl_wire import PROBE_BYTES, Broadcast, Fill, Finish
 from weightsync.transports.node import SenderLike
 
 PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])
@@ -97,24 +97,18 @@ class BroadcastGroup(EngineGroup):
         self._last = Turn(self._last)
         return self._last
 
-    def fill(self, number: int, deadline: Deadline) -> None:
-        """Have the sender fill a bucket, if it is the one that fills."""
-        if self.fills:
-            self._senders[0].call("fill", FillBucket(number), deadline=deadline)
-
     def update(self, tensors: Tensors, flattened: bool, what: str, deadline: Deadline) -> Call:
         """The engine's part of a broadcast, to be made in turn."""
         return self.link.client.update_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
 
-    def send(self, turn: Turn, update: Call, bucket: int, request: Broadcast, deadline: Deadline, what: str) -> None:
+    def send(self, turn: Turn, update: Call, request: Broadcast, deadline: Deadline, what: str) -> None:
         """Broadcast one bucket, in turn; returns when the engine has it. The next one's turn comes before that.
 
-        The sender begins with it, once it is filled, as soon as it has begun with the one before: only then is there a
-        broadcast for the engine to enter. Raises TransferError, having asked for nothing, if another one failed.
+        The sender begins with it as soon as it has begun with the one before: only then is there a broadcast for the
+        engine to enter. Raises TransferError, having asked for nothing, if another one failed.
         """
         sender, before = self._senders[0], turn.before
         try:
-            self.fill(bucket, step_of(deadline))
             self._wait(before.begun if before else None, deadline, what)
             number = sender.call("begin", request, deadline=deadline, returns=int)
             turn.begun.set()

@@ -189,8 +189,9 @@ class BroadcastRoute(BucketRoute):
         turn, update = group.turn(), group.update(tensors, not parts, what, step_of(deadline))
 
         def send() -> int:
-            request = Broadcast(segment, planned.nbytes, deadline.remaining_s(), parts)
-            group.send(turn, update, number, request, deadline, what)
+            fills = number if group.fills else None
+            request = Broadcast(segment, planned.nbytes, deadline.remaining_s(), parts, fills)
+            group.send(turn, update, request, deadline, what)
             return planned.nbytes
 
         return send

@@ -41,7 +41,6 @@ from weightsync.transports.nccl_wire import (
     Broadcast,
     Expect,
     Fill,
-    FillBucket,
     Finish,
     Greet,
     Join,
@@ -104,14 +103,14 @@ class Sender:
             receives = list(zip(request.peers, byte.unbind()))
             group.finish(group.start([], receives), Deadline(request.timeout_s, "being greeted"))
 
-    def fill(self, request: FillBucket) -> None:
-        """Fill a bucket, beside the broadcast that is under way."""
-        with self._on_device():
-            self._fillers[request.number].run(alone=False)
-
     def begin(self, request: Broadcast) -> int:
-        """Begin a broadcast, after those begun before; the number by which to ``finish`` it."""
+        """Begin a broadcast, after those begun before; the number by which to ``finish`` it.
+
+        What it is to fill is filled beside the one under way. A GPU does that in its own time, before the broadcast.
+        """
         with self._on_device():
+            if request.fills is not None:
+                self._fillers[request.fills].start(alone=False)
             (memory,) = self._mapped.open([request.segment])
             flat, deadline = memory.tensor[: request.nbytes], Deadline(request.timeout_s, "broadcast")
             parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]

@@ -44,12 +44,6 @@ class Fill(Struct):
     buckets: list[list[Copy]]
 
 
-class FillBucket(Struct):
-    """Fill one bucket into its arena, as was prepared."""
-
-    number: int
-
-
 class Part(Struct):
     """Bytes ``start`` to ``end`` of a bucket: a tensor of ``dtype``."""
 
@@ -59,12 +53,16 @@ class Part(Struct):
 
 
 class Broadcast(Struct):
-    """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other."""
+    """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other.
+
+    ``fills``: the bucket of ``Fill`` that is to be in there; None: what is there already.
+    """
 
     segment: Segment
     nbytes: int
     timeout_s: float
     parts: list[Part] = []
+    fills: int | None = None
 
 
 class Finish(Struct):
