@@ -27,7 +27,7 @@ from weightsync.groups import together
 from weightsync.spec import PushRequest, Segment, TensorSpec
 from weightsync.transports.bucket import without_gaps
 from weightsync.transports.nccl_wire import Broadcast, Part
-from weightsync.transports.sender import Nursery
+from weightsync.transports.sender import Nursery, SenderProcess
 
 SEGMENT = Segment("shm", b"", 1)
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
@@ -197,8 +197,7 @@ def test_small_tensors_and_those_that_nccl_may_not_know_are_flattened_and_apart_
 
 
 class FakeSender:
-    """``begin`` returns at once, if ``fill`` raises nothing, ``finish`` when ``over`` is set; ``said`` is what happened,
-    in order."""
+    """``begin`` does ``fill``, ``finish`` waits until ``over`` is set; ``said`` is what happened, in order."""
 
     def __init__(self, fill: Callable[[int], None] = lambda number: None) -> None:
         self.over, self.said, self.alive = threading.Event(), [], True
@@ -247,12 +246,14 @@ class Sending:
     def _send(self, turn, number: int) -> None:
         what = f"bucket {number + 1}"
 
-        def make(deadline: Deadline) -> None:
+        def make(deadline: Deadline, sent: Callable[[], None]) -> None:
             self.asked.append(what)
+            sent()
             self._make(what)
 
-        update, deadline = SimpleNamespace(make=make, drop=lambda: None), Deadline(5, "test")
-        self._group.send(turn, update, Broadcast(SEGMENT, 1, 5.0, fills=number), deadline, what)
+        update = SimpleNamespace(make=make, drop=lambda: None)
+        sending = groups_broadcast.Sending(Broadcast(SEGMENT, 1, 5.0, fills=number), lambda: update, what)
+        self._group.send(turn, sending, Deadline(5, "test"))
 
 
 @pytest.mark.parametrize(
@@ -288,6 +289,16 @@ def test_an_engine_that_is_gone_is_waited_for_by_nobody():
     assert isinstance(Sending(sender, make, there=False)(2)[1], EngineLost)
     assert time.monotonic() - started < 2
     assert "kill" in sender.said and "finish 0" not in sender.said[: sender.said.index("kill")]
+
+
+def test_a_sender_begins_with_several_buckets_while_the_engine_is_with_the_first():
+    sender, begun = FakeSender(), threading.Event()
+    sender._fill = lambda number: begun.set() if number == 3 else None
+    sender.over.set()
+    group = Sending(sender, lambda what: None if begun.wait(5) else pytest.fail("the others wait for this one"))
+    assert group(4) == [None] * 4
+    assert group.asked == [f"bucket {number}" for number in range(1, 5)]
+    assert [said for said in sender.said if said.startswith("finish")] == [f"finish {number}" for number in range(4)]
 
 
 class Unable(FakeSender):
@@ -343,22 +354,72 @@ def test_a_fault_of_our_own_asks_for_nothing_more():
 def test_an_engine_that_was_asked_for_nothing_is_not_fenced(world, monkeypatch):
     one = world(stock())
     one.push(1)
-    (sender,) = one.session._routes["nccl"]._whole._groups[one.engines[0].url]._senders
-    call = sender.call
-
-    def unable(method, argument=None, **options):
-        if method == "begin":
-            raise TransferError("not mapped")
-        return call(method, argument, **options)
-
-    monkeypatch.setattr(sender, "call", unable)
-    before = one.engines[0].paths().count(DISTRIBUTED)
+    failing = failing_to_fill(monkeypatch, times=2)  # while the engine pauses, and again by a new sender in the move
+    before = len(one.engines[0].paths())
     with pytest.raises(TransferError, match="not mapped") as caught:
         one.push(2)
     assert caught.value.report[0]["state"] == "serving" and not one.engines[0].paused
-    assert one.engines[0].paths().count(DISTRIBUTED) == before
+    assert one.engines[0].paths()[before:].count(DISTRIBUTED) == 1, "no more than the first message of the new group"
+    assert not failing
     one.push(3)
     assert_serves(one.engines[0], one.tensors, 3)
+
+
+def failing_to_fill(monkeypatch, times: int) -> list[None]:
+    """So often senders cannot begin with a bucket that they fill; the list holds what is still to come."""
+    left, call = [None] * times, SenderProcess.call
+
+    def unable(self, method, argument=None, **options):
+        if method == "begin" and argument.fills is not None and left:
+            left.pop()
+            raise TransferError("not mapped")
+        return call(self, method, argument, **options)
+
+    monkeypatch.setattr(SenderProcess, "call", unable)
+    return left
+
+
+def test_a_sender_that_cannot_begin_while_its_engine_pauses_is_replaced_in_the_move(world, monkeypatch):
+    one = world(stock())
+    one.push(1)
+    failing = failing_to_fill(monkeypatch, times=1)
+    one.push(2)
+    assert not failing
+    assert_serves(one.engines[0], one.tensors, 2)
+
+
+def test_a_sender_begins_while_its_engine_pauses_which_is_asked_for_nothing_meanwhile(world, monkeypatch):
+    one = world(stock())
+    one.push(1)
+    fake, begun, call = one.engines[0], [], SenderProcess.call
+
+    def beginning(self, method, argument=None, **options):
+        answer = call(self, method, argument, **options)
+        begun.extend([time.monotonic()] * (method == "begin"))
+        return answer
+
+    monkeypatch.setattr(SenderProcess, "call", beginning)
+    fake.misbehave("/pause_generation", "slow", seconds=0.4)
+    before = len(fake.calls)
+    one.push(2)
+    (paused,) = [call.at for call in fake.calls[before:] if call.path == "/pause_generation"]
+    asked = [call.at for call in fake.calls[before:] if call.path == DISTRIBUTED]
+    assert begun[0] < paused + 0.4 < asked[0] and len(begun) == len(asked)
+    assert_serves(fake, one.tensors, 2)
+
+
+def test_a_pause_that_fails_calls_off_what_its_sender_has_begun_with(world):
+    one = world(stock())
+    one.push(1)
+    fake, group = one.engines[0], one.session._routes["nccl"]._whole._groups[one.engines[0].url]
+    fake.misbehave("/pause_generation", "500")
+    before, old = len(fake.paths()), group._senders[0]
+    with pytest.raises(WeightSyncError) as caught:
+        one.push(2)
+    assert caught.value.phase == "pause" and caught.value.report[0]["state"] == "serving"
+    assert DISTRIBUTED not in fake.paths()[before:] and not old.alive and not fake.paused
+    one.push(3)
+    assert_serves(fake, one.tensors, 3)
 
 
 @pytest.mark.parametrize("side", ["engine", "sender"])

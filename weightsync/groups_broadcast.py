@@ -1,14 +1,17 @@
 """The process group of a stock engine: one sender, which broadcasts whole buckets. Runs in the actor.
 
 The engine answers when it takes part in a broadcast, which may be long before that is over. So requests are made one
-after the other, each as soon as the one before is granted, and two broadcasts are under way. The next request lies at
-the server by then, all but its last byte. Were it complete, an engine that refuses a bucket would go on to the next
-one, and take for it the bytes of the one that it refused.
+after the other, each as soon as the one before is granted, and several broadcasts are under way: small tensors keep an
+engine's processor longer than its GPU, large ones its GPU. The next request lies at the server by then, all but its
+last byte. Were it complete, an engine that refuses a bucket would go on to the next one, and take for it the bytes of
+the one that it refused.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from weightsync.deadline import Deadline
 from weightsync.engines import Call, Tensors
@@ -36,18 +39,32 @@ leave it there for ever."""
 class Turn:
     """A bucket's place in the order of a group.
 
-    ``begun``: the sender has begun with it, ``granted``: the engine takes part, ``over``: the engine has the bytes. All
-    are set, too, when something failed.
+    ``begun``: the sender has begun with it, ``asked``: the engine was asked for it, ``granted``: it takes part,
+    ``over``: it has the bytes. All are set, too, when something failed.
     """
 
-    def __init__(self, before: Turn | None) -> None:
+    def __init__(self, before: Turn | None = None) -> None:
         self.before = before
-        self.begun, self.granted, self.over = threading.Event(), threading.Event(), threading.Event()
+        self.begun, self.asked, self.granted, self.over = (threading.Event() for _ in range(4))
 
     def end(self) -> None:
-        for event in (self.begun, self.granted, self.over):
+        for event in (self.begun, self.asked, self.granted, self.over):
             event.set()
         self.before = None
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A bucket on its way. ``update`` makes the engine's part of it, ``what`` names it in errors.
+
+    ``granted`` is called when the engine takes part, ``filled``, if the sender fills, when it has done so.
+    """
+
+    request: Broadcast
+    update: Callable[[], Call]
+    what: str
+    granted: Callable[[], None] = lambda: None
+    filled: Callable[[], None] | None = None
 
 
 class BroadcastGroup(EngineGroup):
@@ -92,31 +109,57 @@ class BroadcastGroup(EngineGroup):
             self._send_probe(probe, deadline)
             self._joined = True
 
+    @property
+    def works(self) -> bool:
+        """Whether it is made and nothing has failed since."""
+        return self._joined and self._failure is None and all(sender.alive for sender in self._senders)
+
     def turn(self) -> Turn:
         """The next place in the order; whoever takes one must ``send``. Updates are made in the same order."""
         self._last = Turn(self._last)
         return self._last
 
+    def barrier(self) -> Turn:
+        """A place in the order past which the engine is asked for nothing before it is ``granted``."""
+        self._last = turn = Turn()
+        turn.begun.set()
+        turn.asked.set()
+        turn.over.set()
+        return turn
+
+    def call_off(self, barrier: Turn) -> None:
+        """End the group: its sender may have begun with what the engine is not going to be asked for."""
+        self._fail(TransferError("the push ended before the engine was asked for anything"))
+        self.give_up()
+        barrier.end()
+
     def update(self, tensors: Tensors, flattened: bool, what: str, deadline: Deadline) -> Call:
         """The engine's part of a broadcast, to be made in turn."""
         return self.link.client.update_from_distributed(tensors, self._name, deadline, flattened=flattened, what=what)
 
-    def send(self, turn: Turn, update: Call, request: Broadcast, deadline: Deadline, what: str) -> None:
+    def send(self, turn: Turn, bucket: Sending, deadline: Deadline) -> None:
         """Broadcast one bucket, in turn; returns when the engine has it. The next one's turn comes before that.
 
         The sender begins with it as soon as it has begun with the one before: only then is there a broadcast for the
         engine to enter. Raises TransferError, having asked for nothing, if another one failed.
         """
-        sender, before = self._senders[0], turn.before
+        sender, before, update = self._senders[0], turn.before or _first(), None
         try:
-            self._wait(before.begun if before else None, deadline, what)
-            number = sender.call("begin", request, deadline=deadline, returns=int)
+            self._wait(before.begun, deadline, bucket)
+            number = sender.call("begin", bucket.request, deadline=deadline, returns=int)
             turn.begun.set()
-            self._wait(before.granted if before else None, deadline, what)
+            self._wait(before.asked, deadline, bucket)
+            update = bucket.update()  # all but its last byte lies there while the engine is with the one before
+            self._wait(before.granted, deadline, bucket)
             self.link.progress.applied = True  # before the call: one that times out may still be loaded
-            within = step_of(deadline)
-            self._ask(turn, update, number, within)
+            self._ask(turn, update, number, step_of(deadline))
             turn.granted.set()
+            bucket.granted()
+            if bucket.filled is not None:
+                sender.call("filled", Finish(number, deadline.remaining_s()), deadline=deadline)
+                bucket.filled()
+            self._await(before.over, deadline, bucket)
+            within = step_of(deadline)
             sender.call("finish", Finish(number, within.remaining_s()), deadline=within)
         except BaseException as e:
             if self._fail(e):  # the first ends the sender
@@ -124,7 +167,8 @@ class BroadcastGroup(EngineGroup):
                 self.give_up()
             raise
         finally:
-            update.drop()
+            if update is not None:
+                update.drop()
             turn.end()
 
     def close(self) -> None:
@@ -134,12 +178,17 @@ class BroadcastGroup(EngineGroup):
             quietly(lambda: self.link.client.destroy_weights_update_group(self._name, deadline))
         self.give_up()
 
-    def _wait(self, reached: threading.Event | None, deadline: Deadline, what: str) -> None:
-        """Until the one before it, if any, has come so far. Raises TransferError if one failed, TransferTimeout."""
-        if reached is not None and not reached.wait(deadline.remaining_s()):
-            raise deadline.error(f"{what}: its turn did not come")
+    @staticmethod
+    def _await(reached: threading.Event, deadline: Deadline, bucket: Sending) -> None:
+        """Until the one before it has come so far, or failed. Raises TransferTimeout."""
+        if not reached.wait(deadline.remaining_s()):
+            raise deadline.error(f"{bucket.what}: its turn did not come")
+
+    def _wait(self, reached: threading.Event, deadline: Deadline, bucket: Sending) -> None:
+        """As ``_await``; TransferError if any other one failed: nothing more is to be asked for."""
+        self._await(reached, deadline, bucket)
         if self._failure is not None:
-            raise TransferError(f"{what} was not sent, since another one failed: {self._failure}")
+            raise TransferError(f"{bucket.what} was given up, since another one failed: {self._failure}")
 
     def _fail(self, error: BaseException) -> bool:
         """Nothing more is asked for. True for the first failure."""
@@ -150,7 +199,7 @@ class BroadcastGroup(EngineGroup):
     def _ask(self, turn: Turn, update: Call, number: int, deadline: Deadline) -> None:
         """Have the engine take part. An error of it comes when nothing is under way any more, if that may end."""
         try:
-            update.make(deadline)
+            update.make(deadline, sent=turn.asked.set)
         except TransferTimeout as e:
             self._fail(e)
             self.give_up()  # it is stalled: nothing is to be waited for
@@ -180,7 +229,7 @@ class BroadcastGroup(EngineGroup):
 
     def _let_engine_finish(self, turn: Turn, number: int) -> WeightSyncError | None:
         """Wait for what is under way. Returns why the engine failed, if it is that the sender is gone."""
-        self._let_finish(turn.before)
+        self._let_finish(turn.before or _first())
         grace = Deadline(_GRACE_S, "letting the engine finish")
         try:
             self._senders[0].call("finish", Finish(number, grace.remaining_s()), deadline=grace)
@@ -189,10 +238,9 @@ class BroadcastGroup(EngineGroup):
         return None
 
     @staticmethod
-    def _let_finish(before: Turn | None) -> None:
+    def _let_finish(before: Turn) -> None:
         """Its sender ends it by its own deadline, if the engine does not."""
-        if before is not None:
-            before.over.wait()
+        before.over.wait()
 
     def unmap(self, deadline: Deadline) -> None:
         """As of all groups; what to map is told anew."""
@@ -245,6 +293,13 @@ class BroadcastGroup(EngineGroup):
         except WeightSyncError as e:
             e.message = f"joining group {name} at {self._host}:{port}: {e.message}"
             raise
+
+
+def _first() -> Turn:
+    """What comes before the first."""
+    turn = Turn()
+    turn.end()
+    return turn
 
 
 def step_of(deadline: Deadline) -> Deadline:

@@ -24,7 +24,10 @@ SLOW_PAUSE_S = 0.5
 
 
 class Pausing:
-    """The pauses of one push. ``may_be_beside``: whether this engine may be paused beside ``publish``."""
+    """The pauses of one push. ``may_be_beside``: whether this engine may be paused beside ``publish``.
+
+    ``begin`` is called while an engine pauses that had no requests last time, if all is published.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class Pausing:
         fanout: Fanout,
         deadline: Deadline,
         flushing: Flushing,
+        begin: Callable[[EngineLink], None],
         may_be_beside: Callable[[EngineLink], bool],
     ) -> None:
         self._step, self._push_id = step, push_id
@@ -42,6 +46,7 @@ class Pausing:
         self._fanout = fanout
         self._deadline = deadline
         self._flushing = flushing
+        self._begin = begin
         self._may_be_beside = may_be_beside
         self._begun: dict[str, Future[WeightSyncError | None]] = {}
         self.notes: list[str] = []
@@ -93,9 +98,11 @@ class Pausing:
             self.notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
 
     def _prepare(self, link: EngineLink) -> None:
-        """While the engine pauses: what it will be asked for next."""
+        """While the engine pauses: what it will be asked for next, or what others can begin with."""
         if link.pulls:
             link.prepare_pull(self._push_id, self._step, self._deadline)
+        elif link.url not in self._begun and not link.had_requests:
+            self._begin(link)
 
     def _drain(self, link: EngineLink) -> bool:
         """End requests in flight, where the last pause had to wait for some: SGLang looks once a second only."""

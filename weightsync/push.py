@@ -102,6 +102,7 @@ class Push:
             fanout=self._fanout,
             deadline=self._deadline,
             flushing=self._flushing,
+            begin=lambda link: self._routes[link.route].begin(link, self._deadline),
             may_be_beside=may_be_beside,
         )
 
@@ -138,6 +139,8 @@ class Push:
             self._abandon(fault)
             raise fault from e
         finally:
+            for route in self._routes.values():
+                route.end_push()
             for link in self._involved:
                 link.end_push()
         self._seconds["total"] = time.perf_counter() - started

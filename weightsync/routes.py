@@ -30,6 +30,12 @@ class Route(Protocol):
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None: ...
 
+    def begin(self, link: EngineLink, deadline: Deadline) -> None:
+        """While an engine pauses, all being published: begin with what needs no engine."""
+
+    def end_push(self) -> None:
+        """Call off what was begun and not moved. Idempotent."""
+
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Move one step into every link; an outcome a link. Sets ``progress.applied`` as soon as bytes may land."""
 
@@ -79,6 +85,12 @@ class PullRoute:
         _close(before)  # only now has no receiver an arena of theirs mapped
         relayed = {url for url, _ in self._relays}
         self._fanout.all(lambda link: note_contexts(link, link.url in relayed, deadline), links)
+
+    def begin(self, link: EngineLink, deadline: Deadline) -> None:
+        """Nothing: receivers pull."""
+
+    def end_push(self) -> None:
+        """Nothing."""
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         opaque = [link for link in links if link.has_opaque]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from weightsync import transports
 from weightsync.boxes import volume, whole
@@ -12,11 +13,11 @@ from weightsync.engines import Tensors
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.gathering import GatherGroup, gathered, to_gather
-from weightsync.groups_broadcast import BroadcastGroup, step_of
+from weightsync.groups_broadcast import BroadcastGroup, Sending, Turn, step_of
 from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.routes import Outcome
-from weightsync.routes_bucket import BucketRoute
+from weightsync.routes_bucket import ARENAS, BucketRoute
 from weightsync.spec import Copy, Export, Segment, TensorSpec
 from weightsync.transports import Memory, bucket
 from weightsync.transports.bucket_cuda import CudaArena
@@ -33,6 +34,8 @@ PART_BYTES = 64 << 20
 """Tensors from this size on are broadcast each by itself: of a flattened bucket an engine makes two copies more, but
 every message takes both sides some time.
 """
+UNDER_WAY = 4
+"""Buckets that a sender which fills its arenas has begun with and the engine does not have yet."""
 PLAIN = ("float32", "bfloat16", "float16")
 """What every torch gives to NCCL."""
 
@@ -41,7 +44,6 @@ class BroadcastRoute(BucketRoute):
     """Whole tensors to stock engines: the bucket route's two arenas, broadcast instead of mapped."""
 
     _engines_map_arenas = False  # its sender reads them, and is ended
-    _sends_ahead = True  # in turn: the engine is asked for a bucket when it has answered for the one before
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class BroadcastRoute(BucketRoute):
         self._places: dict[int, Place] = {}
         self._groups_fanout = groups_fanout
         self._groups: dict[str, BroadcastGroup] = {}
+        self._begun: dict[str, tuple[Turn, Future[int]]] = {}
         self._gather: GatherGroup | None = None
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
@@ -83,6 +86,18 @@ class BroadcastRoute(BucketRoute):
         fill = self._fill_by_sender(exports if only else {})
         for group in kept.values():
             group.prepare(fill, deadline)
+
+    def begin(self, link: EngineLink, deadline: Deadline) -> None:
+        """While its engine pauses: have the sender begin with the first bucket, if it is the one that fills."""
+        group = self._groups.get(link.url)
+        if group is not None and group.works and group.fills and link.state == "serving":
+            barrier = group.barrier()
+            self._begun[link.url] = barrier, super()._send(link, 0, deadline)
+
+    def end_push(self) -> None:
+        """Call off what was begun and not moved. Idempotent."""
+        for url in list(self._begun):
+            self._call_off(url)
 
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Make the groups that are missing, all at once; then the buckets, to those whose group works."""
@@ -163,6 +178,8 @@ class BroadcastRoute(BucketRoute):
 
     def _open(self, link: EngineLink, deadline: Deadline) -> None:
         group = self._groups[link.url]
+        if not group.works:
+            self._call_off(link.url)
         if link.state != "serving":
             group.give_up()  # the engine may have been restarted, or still hold the group that failed
         group.started(deadline)
@@ -170,6 +187,11 @@ class BroadcastRoute(BucketRoute):
 
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
         return bucket.without_gaps(tensors, self._bucket_bytes, _goes_by_itself)
+
+    @property
+    def _most_under_way(self) -> int:
+        """In turn: an engine is asked for a bucket when it has answered for the one before."""
+        return UNDER_WAY if self._groups and all(group.fills for group in self._groups.values()) else ARENAS
 
     @property
     def _bucket_bytes(self) -> int:
@@ -183,18 +205,37 @@ class BroadcastRoute(BucketRoute):
         planned = self._buckets[number]
         specs = [entry.tensor for entry in planned.entries]
         tensors = Tensors([s.name for s in specs], [s.dtype for s in specs], [s.shape for s in specs])
-        what, segment = f"bucket {number + 1} of {len(self._buckets)}", _segment(self._arenas[number % 2])
+        what, segment = f"bucket {number + 1} of {len(self._buckets)}", _segment(self._arenas[number % ARENAS])
         parts = parts_of(planned)
-        group = self._groups[link.url]
-        turn, update = group.turn(), group.update(tensors, not parts, what, step_of(deadline))
+        group, progress, is_last = self._groups[link.url], link.progress, planned is self._buckets[-1]
+        turn, fills = group.turn(), number if group.fills else None
+        request = Broadcast(segment, planned.nbytes, deadline.remaining_s(), parts, fills)
+        sending = Sending(
+            request,
+            lambda: group.update(tensors, not parts, what, step_of(deadline)),
+            what,
+            granted=progress.answered if is_last else lambda: None,
+            filled=progress.landed if is_last and group.fills else None,
+        )
 
         def send() -> int:
-            fills = number if group.fills else None
-            request = Broadcast(segment, planned.nbytes, deadline.remaining_s(), parts, fills)
-            group.send(turn, update, request, deadline, what)
+            group.send(turn, sending, deadline)
             return planned.nbytes
 
         return send
+
+    def _send(self, link: EngineLink, number: int, deadline: Deadline) -> Future[int]:
+        barrier, begun = self._begun.pop(link.url, (None, None)) if number == 0 else (None, None)
+        if barrier is None or begun is None:
+            return super()._send(link, number, deadline)
+        barrier.granted.set()
+        return begun
+
+    def _call_off(self, url: str) -> None:
+        barrier, begun = self._begun.pop(url, (None, None))
+        if barrier is not None and begun is not None:
+            self._groups[url].call_off(barrier)
+            begun.exception()
 
 
 def parts_of(planned: bucket.Bucket) -> list[Part]:

@@ -6,8 +6,10 @@ trainer's mapped memory while the engines load the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any
 
 from weightsync import transports
@@ -27,6 +29,7 @@ from weightsync.transports.bucket_cuda import CudaArena, limit_bytes, share_by_h
 from weightsync.views import SourceViews, box_of
 
 NOTE = "buckets:"
+ARENAS = 2
 _HERE = "here"
 
 
@@ -71,6 +74,12 @@ class BucketRoute:
         for link in links:
             link.notes = [n for n in link.notes if not n.startswith(NOTE)] + [note]
 
+    def begin(self, link: EngineLink, deadline: Deadline) -> None:
+        """Nothing: engines map the arenas, and one may still read the first."""
+
+    def end_push(self) -> None:
+        """Nothing."""
+
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Fill one arena while the engines load the other. An engine found to have failed gets no further buckets.
 
@@ -98,25 +107,21 @@ class BucketRoute:
 
     def _move(self, links: list[EngineLink], deadline: Deadline) -> list[Outcome]:
         outcomes: dict[str, Outcome] = dict.fromkeys((link.url for link in links), None)
-        ahead = self._sends_ahead
-        sending: list[tuple[EngineLink, Future]] = []
+        under_way: deque[list[tuple[EngineLink, Future]]] = deque()
         for number in range(len(self._buckets)):
-            before = sending
+            if len(under_way) >= max(ARENAS, self._most_under_way):
+                self._collect(under_way.popleft(), outcomes)  # its arena is filled next
             try:
                 self._fill(number, deadline)
             except WeightSyncError:
-                self._collect(before, outcomes)
+                self._collect(chain(*under_way), outcomes)
                 raise
-            if not ahead:
-                self._collect(before, outcomes)
-            sending = [
-                (link, self._fanout.submit(self._sender(link, number, deadline)))
-                for link in links
-                if outcomes[link.url] is None
-            ]
-            if ahead:  # its arena is filled next
-                self._collect(before, outcomes)
-        self._collect(sending, outcomes)
+            if len(under_way) >= self._most_under_way:
+                self._collect(under_way.popleft(), outcomes)
+            under_way.append(
+                [(link, self._send(link, number, deadline)) for link in links if outcomes[link.url] is None]
+            )
+        self._collect(chain(*under_way), outcomes)
         return [outcomes[link.url] for link in links]
 
     def let_go(self, deadline: Deadline) -> None:
@@ -134,9 +139,9 @@ class BucketRoute:
     # ------------------------------------------------------------------------------------------------- planning
 
     @property
-    def _sends_ahead(self) -> bool:
-        """Whether a bucket is sent while the engine loads the one before; it then waits in the engine."""
-        return bool(self._gpu)
+    def _most_under_way(self) -> int:
+        """Buckets that are sent at once: one that comes while an engine loads the one before waits in the engine."""
+        return ARENAS if self._gpu else 1
 
     def _is_here(self, rank: int) -> bool:
         """Whether this process can map what that training rank exported."""
@@ -144,7 +149,7 @@ class BucketRoute:
 
     def _make_arenas(self) -> None:
         """Two arenas, and what fills them from memory that is mapped here."""
-        self._arenas = [self._new_arena(self._largest, self._exports) for _ in self._buckets[:2]]
+        self._arenas = [self._new_arena(self._largest, self._exports) for _ in self._buckets[:ARENAS]]
         self._pullers = []
         if self._arenas:
             with transports.on_device_of(self._arena(0)):
@@ -204,7 +209,10 @@ class BucketRoute:
         self._pullers[number].run()
 
     def _arena(self, number: int) -> Any:
-        return self._arenas[number % 2].tensor
+        return self._arenas[number % ARENAS].tensor
+
+    def _send(self, link: EngineLink, number: int, deadline: Deadline) -> Future[int]:
+        return self._fanout.submit(self._sender(link, number, deadline))
 
     def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], int]:
         """The call that sends a bucket, and returns its bytes."""
@@ -220,7 +228,7 @@ class BucketRoute:
         return send
 
     @staticmethod
-    def _collect(sending: list[tuple[EngineLink, Future]], outcomes: dict[str, Outcome]) -> None:
+    def _collect(sending: Iterable[tuple[EngineLink, Future]], outcomes: dict[str, Outcome]) -> None:
         for link, future in sending:
             error = future.exception()
             if error is None:

@@ -63,6 +63,14 @@ class NcclRoute:
         for group in kept.values():
             group.started(deadline)
 
+    def begin(self, link: EngineLink, deadline: Deadline) -> None:
+        """Have the sender of a stock engine begin."""
+        if not link.has_receiver:
+            self._whole.begin(link, deadline)
+
+    def end_push(self) -> None:
+        self._whole.end_push()
+
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Broadcast to the stock engines and exchange with the others, at the same time."""
         stock = [link for link in links if not link.has_receiver]

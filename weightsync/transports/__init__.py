@@ -42,9 +42,10 @@ class Puller(Protocol):
     goes_on: bool
 
     def start(self, *, alone: bool = True) -> Callable[[], float]:
-        """Begin, after all else on their GPU if ``alone``. What is returned waits for the end; seconds from the begin.
+        """Begin, after all else on their GPU if ``alone``, else after what this thread has queued there.
 
-        What this thread queues on a GPU after that comes after the copies.
+        What is returned waits for the end; seconds from the begin. What this thread queues on the GPU after that comes
+        after the copies.
         """
         ...
 

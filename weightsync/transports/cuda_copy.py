@@ -80,8 +80,8 @@ class Puller:
     def start(self, *, alone: bool = True) -> Callable[[], float]:
         """Launch the copies. What is returned waits until the GPU has made them: seconds from the first launch.
 
-        Waits first for all work of this process on the target's GPU; if not ``alone``, for none. The sources' owners
-        must have synchronised. The current stream goes on after the copies.
+        Waits first for all work of this process on the target's GPU; if not ``alone``, only the copies wait, for what
+        the current stream has. The sources' owners must have synchronised. That stream goes on after the copies.
         """
         if not self._kept:
             return lambda: 0.0
@@ -89,11 +89,13 @@ class Puller:
             if alone:
                 torch.cuda.synchronize(self.device)
             begun, stream, done = time.perf_counter(), torch.cuda.current_stream(self.device), torch.cuda.Event()
+            driven = [step for step in self._steps if isinstance(step, _DriverCopies)]
+            for copies in driven:
+                copies.fork(stream)
             for step in self._steps:
                 step()
-            for step in self._steps:
-                if isinstance(step, _DriverCopies):
-                    step.join(stream)
+            for copies in driven:
+                copies.join(stream)
             done.record(stream)
 
         def finish() -> float:
@@ -138,6 +140,11 @@ class _DriverCopies:
         handles = [stream.cuda_stream for stream in self._streams]
         for i, copy in enumerate(zip(self._targets, self._sources, self._sizes, strict=True)):
             cuda_driver.copy(*copy, handles[i % len(handles)])
+
+    def fork(self, stream: torch.cuda.Stream) -> None:
+        """Have them go on after what ``stream`` has."""
+        for own in self._streams:
+            own.wait_stream(stream)
 
     def join(self, stream: torch.cuda.Stream) -> None:
         """Have ``stream`` go on after them."""

@@ -64,6 +64,9 @@ class Sender:
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
         self._fillers: list[Puller] = []
+        self._filled: dict[int, Callable[[], float]] = {}
+        self._readers: dict[int, list[Any]] = {}
+        self._num_arenas = 1
         self._under_way: dict[int, list[Any]] = {}
         self._numbers = itertools.count()
 
@@ -88,6 +91,7 @@ class Sender:
         """Join a group; returns when every member has come."""
         with self._on_device():
             self._group, self._under_way = join(request, self._device, self._store), {}
+            self._readers, self._filled = {}, {}
 
     def greet(self, request: Greet) -> None:
         """Send one byte to each peer."""
@@ -106,21 +110,32 @@ class Sender:
     def begin(self, request: Broadcast) -> int:
         """Begin a broadcast, after those begun before; the number by which to ``finish`` it.
 
-        What it is to fill is filled beside the one under way. A GPU does that in its own time, before the broadcast.
+        What it is to fill is filled when nobody reads that arena any more, beside the broadcast before. A GPU does all
+        that in its own time.
         """
         with self._on_device():
-            if request.fills is not None:
-                self._fillers[request.fills].start(alone=False)
+            deadline = Deadline(request.timeout_s, "broadcast")
             (memory,) = self._mapped.open([request.segment])
-            flat, deadline = memory.tensor[: request.nbytes], Deadline(request.timeout_s, "broadcast")
+            if request.fills is not None:
+                self._joined().follow(self._readers.pop(request.fills % self._num_arenas, []), deadline)
+                filled = self._fillers[request.fills].start(alone=False)
+            flat = memory.tensor[: request.nbytes]
             parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]
             number = next(self._numbers)
             self._under_way[number] = self._joined().start_broadcasts(parts, deadline)
+            if request.fills is not None:
+                self._readers[request.fills % self._num_arenas] = self._under_way[number]
+                self._filled[number] = filled
             return number
+
+    def filled(self, request: Finish) -> None:
+        """Done when what a broadcast had to fill is filled."""
+        self._filled[request.number]()
 
     def finish(self, request: Finish) -> None:
         """Done when every member has it, or has it in its buffers."""
         with self._on_device():
+            self._filled.pop(request.number, None)
             works, deadline = self._under_way.pop(request.number), Deadline(request.timeout_s, "broadcast")
             self._joined().finish(works, deadline, doing="broadcast")
 
@@ -135,6 +150,7 @@ class Sender:
                 dtype = request.shards[copy.rank][copy.source.storage].dtype
                 return _target(arena.tensor, copy, dtype), sources(copy)
 
+            self._num_arenas, self._readers, self._filled = len(arenas), {}, {}
             self._fillers = [
                 transports.make_puller([pair(copy, arenas[number % len(arenas)]) for copy in copies])
                 for number, copies in enumerate(request.buckets)

@@ -150,6 +150,15 @@ class Group:
                 raise deadline.error(f"group {self.name}: {doing}")
             time.sleep(_POLL_S)
 
+    def follow(self, works: list[Any], deadline: Deadline) -> None:
+        """What this thread does next comes after what was begun: on a GPU that waits there, in a CPU here."""
+        if self.device.type == "cpu":
+            self.finish(works, deadline, doing="broadcast")
+            return
+        with self._failing("broadcast", deadline):
+            for work in works:
+                work.wait()
+
     def abort(self) -> None:
         """Give the group up at once, whatever its members are doing; a thread of ours that waits in it is released."""
         group, self._group = self._group, None
