@@ -20,7 +20,7 @@ from benchmarks import models
 from benchmarks.gpu_engine import GpuEngine
 from tests import senders
 from tests.gpu import real
-from weightsync import devices
+from weightsync import devices, routes_broadcast
 from weightsync.config import load_config
 from weightsync.deadline import Deadline
 from weightsync.demo_model import shapes
@@ -106,7 +106,9 @@ def test_slices_and_broadcasts_bring_the_same_weights(engine, trainer, monkeypat
     for first, kind in ((1, "receiver"), (11, "stock")):
         if kind == "stock":
             monkeypatch.setattr(client_module, "RECEIVER_LOADER", "nobody's")
-        sync = session(trainer, engine.url, verify="fingerprint" if kind == "receiver" else "none")
+            monkeypatch.setattr(routes_broadcast, "PART_BYTES", 4 << 20)  # some by themselves, some in buckets
+        verify = "fingerprint" if kind == "receiver" else "none"
+        sync = session(trainer, engine.url, verify=verify, bucket_bytes=8 << 20)
         try:
             for number, seed in enumerate((5, 6, 7)):
                 push(sync, trainer, first + number, seed)
