@@ -133,6 +133,14 @@ class FakeLink:
 class FakeRoute:
     def __init__(self, corrupt: str = "", applied: bool = True, tells: bool = False) -> None:
         self.corrupt, self.applied, self.tells = corrupt, applied, tells
+        self.begun: list[str] = []
+        self.ends = 0
+
+    def begin(self, link, deadline):
+        self.begun.append(link.url)
+
+    def end_push(self):
+        self.ends += 1
 
     def move(self, links, step, deadline):
         outcomes = []
@@ -417,6 +425,26 @@ def test_the_cache_is_flushed_beside_the_move_where_that_is_safe(pause, when):
     link.client.flush = lambda deadline, wait=False: (time.sleep(0.02), flushed.append(moment[-1]))
     push([link], route=Route(), pause=pause).run()
     assert (flushed or ["never"]) == [when]
+
+
+@pytest.mark.parametrize(
+    ("pulls", "early", "had_requests", "begun"),
+    [(False, False, False, ["http://a"]), (True, False, False, []), (False, True, False, []), (False, False, True, [])],
+    ids=["while it pauses", "receivers pull", "not all is published", "a pause that may take a second"],
+)
+def test_a_route_may_begin_while_an_engine_pauses_once_all_is_published(pulls, early, had_requests, begun):
+    link, route = FakeLink("http://a"), FakeRoute()
+    link.pulls, link.had_requests = pulls, had_requests
+    push([link], route=route, early=lambda link: early).run()
+    assert route.begun == begun and route.ends == 1
+
+
+def test_what_a_route_has_begun_is_ended_when_the_pause_fails():
+    link, route = FakeLink("http://a", pause=EngineLost("gone")), FakeRoute()
+    link.pulls = False
+    with pytest.raises(EngineLost):
+        push([link], route=route).run()
+    assert route.ends == 1
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_senders_have_unmapped_it_and_stay_in_their_group(world, kind, nursery):
     one.push(2)
     assert_serves(one.engines[0], one.tensors, 2)
     assert children(nursery) == {pid}
-    assert one.engines[0].paths().count("/init_weights_update_group") == (kind is stock)
+    assert one.engines[0].paths().count("/init_weights_update_group") == 2 * (kind is stock)
 
 
 def test_an_actor_that_is_gone_is_not_waited_for(world, caplog):

@@ -55,7 +55,7 @@ class Pausing:
         """Begin now, where it may be beside."""
         for link in links:
             if self._config.pause != "none" and not link.had_requests and self._may_be_beside(link):
-                self._begun[link.url] = self._fanout.begin(self._pause, link)
+                self._begun[link.url] = self._fanout.begin(partial(self._pause, beside=True), link)
 
     def outcomes(self, links: Sequence[EngineLink]) -> list[WeightSyncError | None]:
         """Pause all of ``links`` that are not paused yet, and flush those that are flushed then; an outcome a link."""
@@ -84,12 +84,12 @@ class Pausing:
             raise error
         self._flushing.after_pause(link)
 
-    def _pause(self, link: EngineLink) -> None:
+    def _pause(self, link: EngineLink, beside: bool = False) -> None:
         link.progress.paused = self._config.pause != "none" or link.held  # before the call: it may still take effect
         drained = self._drain(link)
         started = time.perf_counter()
         if self._config.pause != "none":
-            link.client.pause(self._config.pause, self._deadline, sent=partial(self._prepare, link))
+            link.client.pause(self._config.pause, self._deadline, sent=partial(self._prepare, link, beside))
         elif link.held:  # it must not serve, and is pulled into beside its event loop
             link.client.pause("abort", self._deadline)
         if link.progress.push_id == self._push_id:  # and not so late that another push is under way
@@ -97,11 +97,11 @@ class Pausing:
         if self._config.pause == "in_place":
             self.notes.append(f"{link.url}: pause in_place keeps the KV cache of the old weights")
 
-    def _prepare(self, link: EngineLink) -> None:
+    def _prepare(self, link: EngineLink, beside: bool) -> None:
         """While the engine pauses: what it will be asked for next, or what others can begin with."""
         if link.pulls:
             link.prepare_pull(self._push_id, self._step, self._deadline)
-        elif link.url not in self._begun and not link.had_requests:
+        elif not beside and not link.had_requests:
             self._begin(link)
 
     def _drain(self, link: EngineLink) -> bool:

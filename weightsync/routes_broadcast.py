@@ -13,7 +13,7 @@ from weightsync.engines import Tensors
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.gathering import GatherGroup, gathered, to_gather
-from weightsync.groups_broadcast import BroadcastGroup, Sending, Turn, step_of
+from weightsync.groups_broadcast import BroadcastGroup, Sending, step_of
 from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.routes import Outcome
@@ -22,6 +22,7 @@ from weightsync.spec import Copy, Export, Segment, TensorSpec
 from weightsync.transports import Memory, bucket
 from weightsync.transports.bucket_cuda import CudaArena
 from weightsync.transports.nccl_wire import Broadcast, Fill, Part
+from weightsync.turns import Turn
 from weightsync.workers import Workers
 
 GATHER_SHARE = 8
@@ -85,7 +86,7 @@ class BroadcastRoute(BucketRoute):
         only = len(links) == 1 and self._gather is None
         fill = self._fill_by_sender(exports if only else {})
         for group in kept.values():
-            group.prepare(fill, deadline)
+            group.prepare(fill, len(self._buckets), deadline)
 
     def begin(self, link: EngineLink, deadline: Deadline) -> None:
         """While its engine pauses: have the sender begin with the first bucket, if it is the one that fills."""
@@ -208,12 +209,13 @@ class BroadcastRoute(BucketRoute):
         what, segment = f"bucket {number + 1} of {len(self._buckets)}", _segment(self._arenas[number % ARENAS])
         parts = parts_of(planned)
         group, progress, is_last = self._groups[link.url], link.progress, planned is self._buckets[-1]
-        turn, fills = group.turn(), number if group.fills else None
-        request = Broadcast(segment, planned.nbytes, deadline.remaining_s(), parts, fills)
+        turn, fills = group.turn(what), number if group.fills else None
+        request = Broadcast("", segment, planned.nbytes, deadline.remaining_s(), parts, fills)
         sending = Sending(
             request,
-            lambda: group.update(tensors, not parts, what, step_of(deadline)),
-            what,
+            lambda name: link.client.update_from_distributed(
+                tensors, name, step_of(deadline), flattened=not parts, what=what
+            ),
             granted=progress.answered if is_last else lambda: None,
             filled=progress.landed if is_last and group.fills else None,
         )

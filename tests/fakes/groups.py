@@ -24,6 +24,7 @@ class Groups:
         self._models = models
         self._members: dict[str, list[ProcessGroupGloo]] = {}
         self._names: set[str] = set()  # as torch keeps them: a name may be used once until it is destroyed
+        self._updating = threading.Lock()  # SGLang's scheduler takes one request after the other
 
     def init(self, body: dict[str, Any]) -> tuple[int, Any]:
         name = body["group_name"]
@@ -51,11 +52,12 @@ class Groups:
     def update(self, body: dict[str, Any]) -> tuple[int, Any]:
         """Receive one flattened bucket in every rank and load it there."""
         members = self._members[body["group_name"]]
-        received, errors = self._each_rank(lambda rank: _receive(members[rank], body))
-        if errors:
-            return 400, {"success": False, "message": f"Failed to receive weights: {errors[0]}"}
-        for model, tensors in zip(self._models, received, strict=True):
-            model.load_weights(tensors)
+        with self._updating:
+            received, errors = self._each_rank(lambda rank: _receive(members[rank], body))
+            if errors:
+                return 400, {"success": False, "message": f"Failed to receive weights: {errors[0]}"}
+            for model, tensors in zip(self._models, received, strict=True):
+                model.load_weights(tensors)
         return 200, {"success": True, "message": "Succeeded to update parameter online."}
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ def pair(nursery: Nursery, name: str, backend: str = "nccl") -> tuple[SenderProc
 
 def broadcast(sender: SenderProcess, group: Any, memory: cuda_ipc.Memory, target: torch.Tensor) -> float:
     """Seconds until both ends are done."""
-    request = nccl_wire.Broadcast(memory.segment, target.numel(), 30.0)
+    request = nccl_wire.Broadcast("", memory.segment, target.numel(), 30.0)
     sending = threading.Thread(target=lambda: senders.broadcast(sender, request, soon()))
     started = time.perf_counter()
     sending.start()

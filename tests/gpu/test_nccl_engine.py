@@ -183,7 +183,7 @@ def _kill_in_the_middle(group: BroadcastGroup) -> dict:
         except WeightSyncError as e:
             seen[name] = f"{time.monotonic() - started:.2f} s: {type(e).__name__}: {e.message[:200]}"
 
-    broadcast = nccl_wire.Broadcast(memory.segment, 24 * GIB, 20.0)
+    broadcast = nccl_wire.Broadcast("", memory.segment, 24 * GIB, 20.0)
     sender = group._senders[0]
     engine_side = threading.Thread(
         target=call,

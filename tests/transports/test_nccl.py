@@ -99,7 +99,9 @@ def test_a_broadcast_and_a_greeting_arrive(sender):
     group = pair(sender, "arrive")
     memory = shm.allocate(1000)
     memory.tensor.copy_(torch.arange(1000) % 251)
-    sent = threading.Thread(target=lambda: broadcast(sender, nccl_wire.Broadcast(memory.segment, 700, 20.0), soon()))
+    sent = threading.Thread(
+        target=lambda: broadcast(sender, nccl_wire.Broadcast("", memory.segment, 700, 20.0), soon())
+    )
     sent.start()
     got = torch.zeros(700, dtype=torch.uint8)
     receive(group, got, soon(20))

@@ -148,7 +148,7 @@ class SglangEngine:
     def update_from_distributed(
         self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
     ) -> LaneCall:
-        """``/update_weights_from_distributed``. Never flushes, never stamps a version."""
+        """``/update_weights_from_distributed``. Never flushes, never stamps. Groups are asked beside each other."""
         body = msgspec.to_builtins(tensors) | {
             "group_name": group_name,
             "load_format": "flattened_bucket" if flattened else None,
@@ -156,7 +156,8 @@ class SglangEngine:
             "abort_all_requests": False,
         }
         body |= {"selector": "target"} if self._sessions() else {}
-        return self._calls.ahead("/update_weights_from_distributed", "move", deadline, body, what=what)
+        path = "/update_weights_from_distributed"
+        return self._calls.ahead(path, "move", deadline, body, what=what, beside=group_name)
 
     def destroy_weights_update_group(self, group_name: str, deadline: Deadline) -> None:
         """``/destroy_weights_update_group``."""

@@ -34,13 +34,25 @@ class Calls:
     def __init__(self, url: str, keys: Mapping[str, str]) -> None:
         self._url, self._keys = url, keys
         self._http = Http(url)
-        self.lanes = {path: Lane(url) for path in AHEAD}
+        self.lanes: dict[tuple[str, str], Lane] = {}
 
     def ahead(
-        self, path: str, phase: str, deadline: Deadline, body: dict[str, Any], *, retry: bool = False, what: str = ""
+        self,
+        path: str,
+        phase: str,
+        deadline: Deadline,
+        body: dict[str, Any],
+        *,
+        retry: bool = False,
+        what: str = "",
+        beside: str = "",
     ) -> LaneCall:
-        """A call of ``json`` that is on its way until it is made. ``what`` names it in errors."""
-        lane = self.lanes[path]
+        """A call of ``json`` that is on its way until it is made. ``what`` names it in errors.
+
+        Calls of one path are made one at a time, but for those that differ in ``beside``.
+        """
+        assert path in AHEAD, f"the server may begin with {path} before it has the body"
+        lane = self.lanes.setdefault((path, beside), Lane(self._url))
         held = lane.hold("POST", path, body=msgspec.json.encode(body), key=self._keys["POST"], deadline=deadline)
         return LaneCall(self, lane, held, phase, retry, what)
 
@@ -84,7 +96,7 @@ class Calls:
     def close(self) -> None:
         """Close the connections. Idempotent."""
         self._http.close()
-        for lane in self.lanes.values():
+        for lane in list(self.lanes.values()):
             lane.close()
 
     def rejected(self, reply: Reply, phase: str, retry: bool, hint: str = "") -> EngineRejected:

@@ -59,7 +59,7 @@ class Sender:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._store: Any = None
-        self._group: Group | None = None
+        self._groups: dict[str, Group] = {}
         self._mapped = MappedSegments()
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
@@ -67,7 +67,7 @@ class Sender:
         self._filled: dict[int, Callable[[], float]] = {}
         self._readers: dict[int, list[Any]] = {}
         self._num_arenas = 1
-        self._under_way: dict[int, list[Any]] = {}
+        self._under_way: dict[int, tuple[Group, list[Any]]] = {}
         self._numbers = itertools.count()
 
     def versions(self) -> dict[str, str]:
@@ -90,8 +90,7 @@ class Sender:
     def join(self, request: Join) -> None:
         """Join a group; returns when every member has come."""
         with self._on_device():
-            self._group, self._under_way = join(request, self._device, self._store), {}
-            self._readers, self._filled = {}, {}
+            self._groups[request.name] = join(request, self._device, self._store)
 
     def greet(self, request: Greet) -> None:
         """Send one byte to each peer."""
@@ -114,17 +113,17 @@ class Sender:
         that in its own time.
         """
         with self._on_device():
-            deadline = Deadline(request.timeout_s, "broadcast")
+            group, deadline = self._joined(request.group), Deadline(request.timeout_s, "broadcast")
             (memory,) = self._mapped.open([request.segment])
             if request.fills is not None:
-                self._joined().follow(self._readers.pop(request.fills % self._num_arenas, []), deadline)
+                group.follow(self._readers.pop(request.fills % self._num_arenas, []), deadline)
                 filled = self._fillers[request.fills].start(alone=False)
             flat = memory.tensor[: request.nbytes]
             parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]
-            number = next(self._numbers)
-            self._under_way[number] = self._joined().start_broadcasts(parts, deadline)
+            number, works = next(self._numbers), group.start_broadcasts(parts, deadline)
+            self._under_way[number] = group, works
             if request.fills is not None:
-                self._readers[request.fills % self._num_arenas] = self._under_way[number]
+                self._readers[request.fills % self._num_arenas] = works
                 self._filled[number] = filled
             return number
 
@@ -136,8 +135,8 @@ class Sender:
         """Done when every member has it, or has it in its buffers."""
         with self._on_device():
             self._filled.pop(request.number, None)
-            works, deadline = self._under_way.pop(request.number), Deadline(request.timeout_s, "broadcast")
-            self._joined().finish(works, deadline, doing="broadcast")
+            group, works = self._under_way.pop(request.number)
+            group.finish(works, Deadline(request.timeout_s, "broadcast"), doing="broadcast")
 
     def prepare(self, request: Fill) -> None:
         """Map the trainer's memory and the arenas, and make ready what fills them; unmap all else."""
@@ -161,6 +160,7 @@ class Sender:
         """Map nothing any more."""
         with self._on_device():
             self._outgoing, self._incoming, self._fillers = [], [], []
+            self._readers, self._filled = {}, {}
             self._mapped.close_all_but([])
 
     def load(self, request: Load) -> None:
@@ -188,10 +188,12 @@ class Sender:
         with self._on_device():
             return self._incoming[request.part].run(self._joined(), Deadline(request.timeout_s, "receiving"))
 
-    def _joined(self) -> Group:
-        if self._group is None:
-            raise TransferError("this sender is in no group")
-        return self._group
+    def _joined(self, name: str = "") -> Group:
+        """The group of that name; "": the only one."""
+        name = name or next(iter(self._groups), "")
+        if name not in self._groups:
+            raise TransferError(f"this sender is in no group {name}".strip())
+        return self._groups[name]
 
     def _on_device(self) -> contextlib.AbstractContextManager:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()

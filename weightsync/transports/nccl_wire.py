@@ -55,9 +55,10 @@ class Part(Struct):
 class Broadcast(Struct):
     """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other.
 
-    ``fills``: the bucket of ``Fill`` that is to be in there; None: what is there already.
+    ``group``: the group's name; ``fills``: the bucket of ``Fill`` that is to be in there; None: what is there already.
     """
 
+    group: str
     segment: Segment
     nbytes: int
     timeout_s: float
