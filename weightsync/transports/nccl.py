@@ -4,15 +4,16 @@ NCCL refuses members of different versions, and a member that hangs hangs its wh
 actor and the engine never share a communicator: a *sender* does it, a process of the actor's environment with the
 engine's NCCL version and settings, which can be killed at any moment without anybody else noticing (``sender`` beside).
 
-    trainer's world        no group        one group an engine: the engine's NCCL
+    trainer's world        no group        the engine's own groups: its NCCL
     ┌───────────────┐    ┌──────────┐    ┌─────────────────────────────────────────┐
     │ FSDP, TP, ... │    │  actor   │    │ sender(s) ─────────> engine TP 0, 1, ... │
     │ rank 0 .. n   │    │ the plan │    │ rank 0..s-1          rank s..s+tp-1      │
     └───────┬───────┘    └────┬─────┘    └───┬─────────────────────────────────────┘
             └ mapped memory: CUDA IPC or shm ┘    (no communicator crosses a border)
 
-A stock engine gets whole tensors: one sender broadcasts flattened buckets. An engine with our receiver gets slices: one
-sender for each GPU of the trainer, so that every GPU sends. Groups are one an engine, so a dead one wedges no other.
+A stock engine gets whole tensors: one sender broadcasts buckets, by two groups in turns. An engine with our receiver gets
+slices: one sender for each GPU of the trainer, so that every GPU sends. No two engines share a group, so a dead one
+wedges no other.
 
 This file is the sender's end; ``nccl_wire`` is what passes between it and the actor.
 """
