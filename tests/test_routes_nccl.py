@@ -267,14 +267,17 @@ class Sending:
     "error",
     [EngineRejected("told to refuse"), EngineLost("the connection broke"), ConfigError("it does not accept this key")],
 )
-def test_an_engine_that_fails_a_bucket_may_finish_the_one_before_first(error):
+def test_an_engine_that_fails_a_bucket_may_finish_those_beside_it_first(error):
     """Its answer comes when it takes part; killed meanwhile, the sender would leave it in that broadcast."""
-    sender = FakeSender()
+    sender, third_is_asked = FakeSender(), threading.Event()
 
     def make(what: str) -> None:
         if what == "bucket 2":
+            assert third_is_asked.wait(5)
             threading.Timer(0.3, sender.over.set).start()
             raise error
+        if what == "bucket 3":
+            third_is_asked.set()
 
     group = Sending(sender, make)
     first, second, third, fourth = group(4)
