@@ -133,35 +133,14 @@ class BroadcastGroup(EngineGroup):
     def send(self, turn: Turn, bucket: Sending, deadline: Deadline) -> None:
         """Broadcast one bucket, in turn; returns when the engine has it. The next one's turn comes before that.
 
-        The sender begins with it as soon as it has begun with the one before: only then is there a broadcast for the
-        engine to enter. Raises TransferError, having asked for nothing, if another one failed.
+        Raises TransferError, having asked for nothing, if another one failed.
         """
-        sender, number, update = self._senders[0], -1, None
-        before, same = turn.before or nobody(), turn.same or nobody()
         try:
-            self._wait(turn, before.begun, deadline)
-            request = msgspec.structs.replace(bucket.request, group=turn.group)
-            number = sender.call("begin", request, deadline=deadline, returns=int)
-            turn.begun.set()
-            self._wait(turn, same.asked, deadline)
-            update = bucket.update(turn.group)  # all but its last byte lies there while the engine is with that one
-            self._wait(turn, before.asked, deadline)
-            self._wait(turn, same.granted, deadline)
-            self._turns.ask(turn)
-            self.link.progress.applied = True  # before the call: one that times out may still be loaded
-            update.make(step_of(deadline), sent=turn.asked.set)
-            turn.granted.set()
-            bucket.granted()
-            if bucket.filled is not None:
-                sender.call("filled", Finish(number, deadline.remaining_s()), deadline=deadline)
-                bucket.filled()
-            turn.await_(before.over, deadline)
-            within = step_of(deadline)
-            sender.call("finish", Finish(number, within.remaining_s()), deadline=within)
+            self._broadcast(turn, bucket, deadline)
         except BaseException as e:
             cause: BaseException | None
             if self._turns.fail(e):  # the first ends the sender
-                cause = self._let_finish(turn, number, e)
+                cause = self._let_finish(turn, e)
                 self.give_up()
             else:
                 cause = self._turns.failure if turn.was_asked else None
@@ -169,9 +148,35 @@ class BroadcastGroup(EngineGroup):
                 raise cause from e
             raise
         finally:
-            if update is not None:
-                update.drop()
             turn.end()
+
+    def _broadcast(self, turn: Turn, bucket: Sending, deadline: Deadline) -> None:
+        """The sender begins as soon as it has begun with the one before: only then is there something for the engine to
+        enter.
+        """
+        sender, before, same = self._senders[0], turn.before or nobody(), turn.same or nobody()
+        self._wait(turn, before.begun, deadline)
+        request = msgspec.structs.replace(bucket.request, group=turn.group)
+        turn.number = sender.call("begin", request, deadline=deadline, returns=int)
+        turn.begun.set()
+        self._wait(turn, same.asked, deadline)
+        update = bucket.update(turn.group)  # all but its last byte lies there while the engine is with that one
+        try:
+            self._wait(turn, before.asked, deadline)
+            self._wait(turn, same.granted, deadline)
+            self._turns.ask(turn)
+            self.link.progress.applied = True  # before the call: one that times out may still be loaded
+            update.make(step_of(deadline), sent=turn.asked.set)
+        finally:
+            update.drop()
+        turn.granted.set()
+        bucket.granted()
+        if bucket.filled is not None:
+            sender.call("filled", Finish(turn.number, deadline.remaining_s()), deadline=deadline)
+            bucket.filled()
+        turn.await_(before.over, deadline)
+        within = step_of(deadline)
+        sender.call("finish", Finish(turn.number, within.remaining_s()), deadline=within)
 
     def close(self) -> None:
         """Have the engine leave its groups, and end the sender."""
@@ -196,7 +201,7 @@ class BroadcastGroup(EngineGroup):
             pass
         return True
 
-    def _let_finish(self, turn: Turn, number: int, error: BaseException) -> WeightSyncError | None:
+    def _let_finish(self, turn: Turn, error: BaseException) -> WeightSyncError | None:
         """Wait for what is under way, if that may end: of each, its own thread sees to that by a deadline.
 
         Returns why the engine failed, if it is that the sender is gone.
@@ -207,7 +212,7 @@ class BroadcastGroup(EngineGroup):
         if turn.before is not None:
             turn.before.over.wait()
         refused = turn.was_asked and not turn.granted.is_set()
-        cause = self._sender_failure(number) if refused else None
+        cause = self._sender_failure(turn.number) if refused else None
         turn.over.set()
         if turn.after is not None and turn.after.was_asked:
             turn.after.over.wait()

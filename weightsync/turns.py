@@ -13,7 +13,8 @@ class Turn:
     """A bucket's place in the order. ``what`` names it, ``group`` is the one by which it goes, as ``same`` did before.
 
     ``begun``: the sender has begun with it, ``asked``: the engine was asked for it, ``granted``: it takes part,
-    ``over``: it has the bytes. All are set, too, when something failed. ``was_asked``: the engine, indeed.
+    ``over``: it has the bytes. All are set, too, when something failed. ``was_asked``: the engine, indeed. ``number``:
+    what the sender calls its broadcast.
     """
 
     def __init__(self, what: str = "", group: str = "", before: Turn | None = None, same: Turn | None = None) -> None:
@@ -21,7 +22,7 @@ class Turn:
         self.before, self.same = before, same
         self.after: Turn | None = None
         self.begun, self.asked, self.granted, self.over = (threading.Event() for _ in range(4))
-        self.was_asked = False
+        self.was_asked, self.number = False, -1
 
     def end(self) -> None:
         """Nobody waits for it any more, nor does it keep those beside it."""

@@ -11,9 +11,9 @@ engine's NCCL version and settings, which can be killed at any moment without an
     └───────┬───────┘    └────┬─────┘    └───┬─────────────────────────────────────┘
             └ mapped memory: CUDA IPC or shm ┘    (no communicator crosses a border)
 
-A stock engine gets whole tensors: one sender broadcasts buckets, by two groups in turns. An engine with our receiver gets
-slices: one sender for each GPU of the trainer, so that every GPU sends. No two engines share a group, so a dead one
-wedges no other.
+A stock engine gets whole tensors: one sender broadcasts buckets, by two groups in turns. An engine with our receiver
+gets slices: one sender for each GPU of the trainer, so that every GPU sends. No two engines share a group, so a dead
+one wedges no other.
 
 This file is the sender's end; ``nccl_wire`` is what passes between it and the actor.
 """
