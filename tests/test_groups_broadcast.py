@@ -49,6 +49,7 @@ class Sending:
 
     def __init__(self, sender: FakeSender, make: Callable[[str], None] = lambda what: None, there: bool = True) -> None:
         self.asked: list[str] = []
+        self.allowed: Callable[[str, Deadline], None] = lambda what, deadline: None
         self._make, self._there = make, there
         info = SimpleNamespace(nccl_variables={}, tp_size=1, device="cpu")
         progress = SimpleNamespace(applied=False)
@@ -75,6 +76,7 @@ class Sending:
 
         def make(deadline: Deadline, sent: Callable[[], None]) -> None:
             self.asked.append(what)
+            self.allowed(what, deadline)
             sent()
             self._make(what)
 
@@ -105,6 +107,82 @@ def test_an_engine_that_fails_a_bucket_may_finish_those_beside_it_first(error):
     assert "another one failed" in str(fourth) and group.asked == ["bucket 1", "bucket 2", "bucket 3"]
     kill = sender.said.index("kill")
     assert {"finish 0", "finish 1", "finish 2"} <= set(sender.said[:kill])
+
+
+def test_a_sender_that_cannot_begin_is_ended_when_the_engine_has_all_that_it_was_asked_for():
+    first_is_in, cannot = threading.Event(), TransferError("no memory")
+
+    def fill(number: int) -> None:
+        if number == 3:
+            assert first_is_in.wait(5)
+            raise cannot
+
+    sender = FakeSender(fill)
+
+    def make(what: str) -> None:
+        if what == "bucket 1":
+            first_is_in.set()
+            time.sleep(0.2)
+            threading.Timer(0.4, sender.over.set).start()
+
+    group = Sending(sender, make)
+    outcomes = group(4)
+    assert outcomes[:2] == [None, None] and "another one failed: no memory" in str(outcomes[2])
+    assert outcomes[3] is cannot and group.asked == ["bucket 1", "bucket 2"]
+    assert {"finish 0", "finish 1"} <= set(sender.said[: sender.said.index("kill")])
+
+
+def test_two_requests_whose_connections_break_at_once_are_both_let_finish():
+    sender = FakeSender()
+    threading.Timer(0.6, sender.over.set).start()
+
+    def make(what: str) -> None:
+        if what != "bucket 1":
+            time.sleep(0.2)
+            raise EngineLost("the connection broke")
+
+    group = Sending(sender, make)
+    first, second, third = group(3)
+    assert first is None and isinstance(second, EngineLost) and isinstance(third, EngineLost)
+    assert {"finish 1", "finish 2"} <= set(sender.said[: sender.said.index("kill")])
+
+
+def test_an_engine_that_died_is_lost_though_its_sender_knew_before():
+    first_is_asked = threading.Event()
+
+    def fill(number: int) -> None:
+        if number == 2:
+            assert first_is_asked.wait(5)
+            raise TransferError("group weightsync-0: broadcast: connection closed by peer")
+
+    def make(what: str) -> None:
+        first_is_asked.set()
+        time.sleep(0.2)
+        raise EngineLost("the connection broke")
+
+    sender = FakeSender(fill)
+    sender.over.set()
+    first, *_ = Sending(sender, make, there=False)(3)
+    assert isinstance(first, EngineLost)
+
+
+def test_what_waits_behind_a_bucket_may_take_the_time_of_both(monkeypatch):
+    monkeypatch.setattr(groups_broadcast, "MIN_STALL_S", 0.5)
+    sender, allowed = FakeSender(), {}
+    sender.over.set()
+    group, second_is_asked = Sending(sender), threading.Event()
+
+    def make(what: str) -> None:
+        if what == "bucket 1":
+            assert second_is_asked.wait(5)
+        second_is_asked.set()
+
+    def said(what: str, deadline: Deadline) -> None:
+        allowed[what] = deadline.timeout_s
+
+    group._make, group.allowed = make, said
+    assert group(2) == [None, None]
+    assert allowed["bucket 2"] == pytest.approx(2 * allowed["bucket 1"], rel=0.1)
 
 
 def test_an_engine_that_is_gone_is_waited_for_by_nobody():

@@ -16,16 +16,19 @@ from tests.fakes import serving
 from tests.fakes.engine import DISTRIBUTED, UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
 from tests.senders import Shared, children, stock
-from tests.test_session import World, assert_serves, engine, served
+from tests.test_session import Concatenating, World, assert_serves, engine, served
 from weightsync import groups_broadcast, nodes, routes_broadcast, routes_nccl
 from weightsync.deadline import Deadline
 from weightsync.engines.lane import Lane
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError, WeightSyncError
+from weightsync.fleet import EngineLink
 from weightsync.groups import together
+from weightsync.groups_exchange import ExchangeGroup
 from weightsync.spec import PushRequest, Segment, TensorSpec
 from weightsync.transports.bucket import without_gaps
 from weightsync.transports.nccl_wire import Part
 from weightsync.transports.sender import Nursery, SenderProcess
+from weightsync.workers import Workers
 
 SEGMENT = Segment("shm", b"", 1)
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
@@ -117,8 +120,10 @@ def test_an_engine_that_refuses_a_bucket_without_taking_part_gets_no_other_in_it
         return update(body)
 
     fake.groups.update = load
-    with pytest.raises(EngineRejected, match=r"bucket \d+ of \d+: .*CUDA out of memory"):
+    with pytest.raises(EngineRejected, match="CUDA out of memory") as caught:
         one.push(2)
+    buckets = [[entry.tensor.name for entry in b.entries] for b in one.session._routes["nccl"]._whole._buckets]
+    assert f"bucket {buckets.index(asked[at - 1]) + 1} of {len(buckets)}: " in str(caught.value)
     assert len(asked) in (at, at + 1)
     held = served(fake)
     for name, tensor in one.tensors.items():
@@ -151,9 +156,16 @@ def test_buckets_that_each_take_less_than_one_may_are_no_stall(world, monkeypatc
     monkeypatch.setattr(groups_broadcast, "MIN_STALL_S", 1.0)
     one = world(stock(), timeout_s=8.0)  # one may take 2 s
     one.push(1, timeout_s=60)
-    one.engines[0].misbehave(DISTRIBUTED, "slow", times=100, seconds=1.2)
+    fake, update, busy = one.engines[0], one.engines[0].groups.update, threading.Lock()
+
+    def load(body):
+        with busy:  # one after the other, as in a scheduler
+            time.sleep(1.2)
+            return update(body)
+
+    fake.groups.update = load
     one.push(2)
-    assert_serves(one.engines[0], one.tensors, 2)
+    assert_serves(fake, one.tensors, 2)
 
 
 @pytest.mark.parametrize("engines", [1, 2], ids=["filled by the sender", "filled by the actor"])
@@ -203,6 +215,7 @@ def test_an_engine_that_was_asked_for_nothing_is_not_fenced(world, monkeypatch):
     one = world(stock())
     one.push(1)
     failing = failing_to_fill(monkeypatch, times=2)  # while the engine pauses, and again by a new sender in the move
+    one.engines[0].misbehave("/pause_generation", "slow", seconds=0.3)
     before = len(one.engines[0].paths())
     with pytest.raises(TransferError, match="not mapped") as caught:
         one.push(2)
@@ -231,6 +244,7 @@ def test_a_sender_that_cannot_begin_while_its_engine_pauses_is_replaced_in_the_m
     one = world(stock())
     one.push(1)
     failing = failing_to_fill(monkeypatch, times=1)
+    one.engines[0].misbehave("/pause_generation", "slow", seconds=0.3)
     one.push(2)
     assert not failing
     assert_serves(one.engines[0], one.tensors, 2)
@@ -254,6 +268,53 @@ def test_a_sender_begins_while_its_engine_pauses_which_is_asked_for_nothing_mean
     asked = [call.at for call in fake.calls[before:] if call.path == DISTRIBUTED]
     assert begun[0] < paused + 0.4 < asked[0] and len(begun) == len(asked)
     assert_serves(fake, one.tensors, 2)
+
+
+def test_a_sender_that_fails_to_begin_as_its_groups_are_looked_at_has_nothing_applied(world, monkeypatch):
+    """Between the pause and the move: what it failed with is not taken for the first bucket of new groups."""
+    one = world(stock())
+    one.push(1)
+    looked, call, start = threading.Event(), SenderProcess.call, groups_broadcast.BroadcastGroup.started
+
+    def unable(self, method, argument=None, **options):
+        if method == "begin" and argument.fills is not None and not looked.is_set():
+            assert looked.wait(10)
+            raise TransferError("not mapped")
+        return call(self, method, argument, **options)
+
+    def starting(self, deadline):
+        looked.set()
+        return start(self, deadline)
+
+    monkeypatch.setattr(SenderProcess, "call", unable)
+    monkeypatch.setattr(groups_broadcast.BroadcastGroup, "started", starting)
+    threading.Timer(0.5, looked.set).start()
+    with pytest.raises(TransferError, match="not mapped") as caught:
+        one.push(2)
+    assert caught.value.report[0]["state"] == "serving"
+    one.push(3)
+    assert_serves(one.engines[0], one.tensors, 3)
+
+
+def test_sources_are_sealed_after_what_follows_a_broadcast(world, monkeypatch):
+    """An engine with opaque parameters: what was traced is exchanged after they were broadcast."""
+    one = world(FakeEngine(models=[Concatenating()], receiver=True), verify="none")
+    one.push(1)
+    done, seal, ahead, move = [], Workers.seal, EngineLink.prepare_to_serve, ExchangeGroup.move
+
+    def telling(what, function):
+        return lambda self, *rest: (done.append(what), function(self, *rest))[1]
+
+    def moving(self, *rest):
+        time.sleep(0.3)
+        done.append("exchange")
+        return move(self, *rest)
+
+    monkeypatch.setattr(Workers, "seal", telling("seal", seal))
+    monkeypatch.setattr(EngineLink, "prepare_to_serve", telling("written ahead", ahead))
+    monkeypatch.setattr(ExchangeGroup, "move", moving)
+    one.push(2)
+    assert done[0] == "exchange" and "seal" in done
 
 
 def test_a_pause_that_fails_calls_off_what_its_sender_has_begun_with(world):
@@ -341,7 +402,15 @@ def test_a_name_that_the_engine_cannot_free_is_passed_over(world):
     one.engines[0].groups._names.add("weightsync-0")
     one.push(1)
     assert_serves(one.engines[0], one.tensors, 1)
-    assert one.engines[0].groups.knows("weightsync-1")
+    assert one.engines[0].groups.knows("weightsync-1") and one.engines[0].groups.knows("weightsync-2")
+
+
+def test_groups_made_before_a_name_that_is_taken_are_made_again_and_not_forgotten(world):
+    one = world(stock())
+    one.engines[0].groups._names.add("weightsync-1")
+    one.push(1)
+    assert_serves(one.engines[0], one.tensors, 1)
+    assert sorted(one.engines[0].groups._members) == ["weightsync-0", "weightsync-2"]
 
 
 # ------------------------------------------------------------------------------------------------------- failures

@@ -34,11 +34,11 @@ class Progress:
     fingerprints: list[list[int]] = field(default_factory=list)
     push_id: str = ""
     landed: Callable[[], None] = field(default=lambda: None)
-    """Called, perhaps twice, when every rank says that its bytes are there, before the engine itself has answered."""
+    """Called, perhaps twice, when nothing reads the trainer's memory for this engine any more."""
     sent: Callable[[], None] = field(default=lambda: None)
     """Called when the call is on its way that has the ranks pull beside the engine's event loop."""
     answered: Callable[[], None] = field(default=lambda: None)
-    """Called when the engine has answered that they do."""
+    """Called when the engine has answered that they do, or that it takes part in the last broadcast."""
 
 
 class EngineLink:

@@ -1,4 +1,4 @@
-"""The process group of one engine, as the actor sees it: made when it is needed, given up when anything goes wrong.
+"""The process groups of one engine, as the actor sees them: made when needed, given up when anything goes wrong.
 
 An engine that refuses, dies or stalls ends the senders of its own group and of no other; the next push makes a new
 group. Nothing is applied to an engine before its group has carried a first, tiny message.

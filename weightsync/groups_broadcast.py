@@ -84,13 +84,14 @@ class BroadcastGroup(EngineGroup):
         if self._turns.failure is not None:
             self.give_up()
             self._turns.reset()
-        untried = iter([NAME.format(number) for number in range(_NAMES_TRIED)])
+        taken: list[str] = []  # by dead runs' groups that the engine could not take down
         while True:
             self.started(deadline)
             self._prepare(deadline)
             if self._joined and len(self._names) >= self._num_wires:
                 return
-            name = next((name for name in untried if name not in self._names), "")
+            names = [NAME.format(number) for number in range(_NAMES_TRIED)]
+            name = next((name for name in names if name not in self._names + taken), "")
             if not name:
                 raise TransferError(
                     f"{self.link.url} still has groups of runs that are gone, and keeps them: restart it"
@@ -100,7 +101,8 @@ class BroadcastGroup(EngineGroup):
             except EngineRejected as e:
                 if "already been created" not in e.message:
                     raise
-                continue  # a dead run's group that the engine could not take down
+                taken.append(name)
+                continue
             self._send_probe(name, probe, deadline)
             self._names.append(name)
             self._joined = True
@@ -138,13 +140,7 @@ class BroadcastGroup(EngineGroup):
         try:
             self._broadcast(turn, bucket, deadline)
         except BaseException as e:
-            cause: BaseException | None
-            if self._turns.fail(e):  # the first ends the sender
-                cause = self._let_finish(turn, e)
-                self.give_up()
-            else:
-                cause = self._turns.failure if turn.was_asked else None
-            if cause is not None:
+            if (cause := self._failed(turn, e)) is not None:
                 raise cause from e
             raise
         finally:
@@ -166,7 +162,8 @@ class BroadcastGroup(EngineGroup):
             self._wait(turn, same.granted, deadline)
             self._turns.ask(turn)
             self.link.progress.applied = True  # before the call: one that times out may still be loaded
-            update.make(step_of(deadline), sent=turn.asked.set)
+            steps = 1 if before.granted.is_set() else 2  # the engine is with that one still
+            update.make(step_of(deadline, steps), sent=turn.asked.set)
         finally:
             update.drop()
         turn.granted.set()
@@ -201,22 +198,26 @@ class BroadcastGroup(EngineGroup):
             pass
         return True
 
-    def _let_finish(self, turn: Turn, error: BaseException) -> WeightSyncError | None:
-        """Wait for what is under way, if that may end: of each, its own thread sees to that by a deadline.
-
-        Returns why the engine failed, if it is that the sender is gone.
+    def _failed(self, turn: Turn, error: BaseException) -> BaseException | None:
+        """The first failure ends the sender when nothing is under way any more that may end: killed before, it would
+        leave the engine in a broadcast for ever. Returns what it failed for, if that is something else.
         """
-        is_lost = isinstance(error, EngineLost)
-        if turn.was_asked and (isinstance(error, TransferTimeout) or (is_lost and not self._is_there())):
-            return None  # it is stalled or gone
+        is_first, is_lost = self._turns.fail(error), isinstance(error, EngineLost)
+        is_stalled = turn.was_asked and isinstance(error, TransferTimeout)
+        if is_first and (is_stalled or (turn.was_asked and is_lost and not self._is_there())):
+            self.give_up()
+            return None
         if turn.before is not None:
-            turn.before.over.wait()
-        refused = turn.was_asked and not turn.granted.is_set()
-        cause = self._sender_failure(turn.number) if refused else None
+            turn.before.over.wait()  # which its own thread sees to, by a deadline
+        refused = turn.was_asked and not turn.granted.is_set() and not is_stalled
+        cause: BaseException | None = self._sender_failure(turn.number) if refused else None
         turn.over.set()
+        if not is_first:
+            return self._turns.failure if turn.was_asked and not is_lost else None
         if turn.after is not None and turn.after.was_asked:
             turn.after.over.wait()
-        if cause is None or is_lost or not isinstance(error, WeightSyncError):
+        self.give_up()
+        if is_lost or not isinstance(cause, WeightSyncError) or not isinstance(error, WeightSyncError):
             return None
         cause.message = f"{cause.message}; then the engine: {error.message}"
         return cause
@@ -282,7 +283,7 @@ class BroadcastGroup(EngineGroup):
             raise
 
 
-def step_of(deadline: Deadline) -> Deadline:
-    """What one step of a push may take."""
-    allowed_s = max(MIN_STALL_S, deadline.timeout_s * STALL_SHARE)
+def step_of(deadline: Deadline, count: int = 1) -> Deadline:
+    """What one step of a push may take, or ``count`` of them."""
+    allowed_s = count * max(MIN_STALL_S, deadline.timeout_s * STALL_SHARE)
     return Deadline(min(allowed_s, deadline.remaining_s()), f"{deadline.what}, a step of it")

@@ -139,8 +139,6 @@ class Push:
             self._abandon(fault)
             raise fault from e
         finally:
-            for route in self._routes.values():
-                route.end_push()
             for link in self._involved:
                 link.end_push()
         self._seconds["total"] = time.perf_counter() - started
@@ -154,7 +152,11 @@ class Push:
                 self._pausing.before_publish(self._links)
                 self._publish()
             with self._alone():
-                self._transfer()
+                try:
+                    self._transfer()
+                finally:
+                    for route in self._routes.values():
+                        route.end_push()
         except SourcesMoved:
             self._undo_pauses([])
             raise

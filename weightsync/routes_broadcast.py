@@ -54,10 +54,14 @@ class BroadcastRoute(BucketRoute):
         select: Callable[[str], bool],
         groups_fanout: Fanout,
         nodes: Nodes,
+        *,
+        is_all: bool = True,
     ) -> None:
+        """``is_all``: whether engines get nothing but what goes this way."""
         super().__init__(fanout, config, workers.rules, select)
         self._workers = workers
         self._nodes = nodes
+        self._is_all = is_all
         self._places: dict[int, Place] = {}
         self._groups_fanout = groups_fanout
         self._groups: dict[str, BroadcastGroup] = {}
@@ -179,10 +183,11 @@ class BroadcastRoute(BucketRoute):
 
     def _open(self, link: EngineLink, deadline: Deadline) -> None:
         group = self._groups[link.url]
-        if not group.works:
-            self._call_off(link.url)
         if link.state != "serving":
             group.give_up()  # the engine may have been restarted, or still hold the group that failed
+        if group.works:
+            return
+        self._call_off(link.url)
         group.started(deadline)
         group.ready(_segment(self._arenas[0]), step_of(deadline))
 
@@ -191,7 +196,7 @@ class BroadcastRoute(BucketRoute):
 
     @property
     def _most_under_way(self) -> int:
-        """In turn: an engine is asked for a bucket when it has answered for the one before."""
+        """An engine is asked for them in turn; see ``groups_broadcast``."""
         return UNDER_WAY if self._groups and all(group.fills for group in self._groups.values()) else ARENAS
 
     @property
@@ -208,7 +213,7 @@ class BroadcastRoute(BucketRoute):
         tensors = Tensors([s.name for s in specs], [s.dtype for s in specs], [s.shape for s in specs])
         what, segment = f"bucket {number + 1} of {len(self._buckets)}", _segment(self._arenas[number % ARENAS])
         parts = parts_of(planned)
-        group, progress, is_last = self._groups[link.url], link.progress, planned is self._buckets[-1]
+        group, progress, is_end = self._groups[link.url], link.progress, self._is_all and planned is self._buckets[-1]
         turn, fills = group.turn(what), number if group.fills else None
         request = Broadcast("", segment, planned.nbytes, deadline.remaining_s(), parts, fills)
         sending = Sending(
@@ -216,8 +221,8 @@ class BroadcastRoute(BucketRoute):
             lambda name: link.client.update_from_distributed(
                 tensors, name, step_of(deadline), flattened=not parts, what=what
             ),
-            granted=progress.answered if is_last else lambda: None,
-            filled=progress.landed if is_last and group.fills else None,
+            granted=progress.answered if is_end else lambda: None,
+            filled=progress.landed if is_end and group.fills else None,
         )
 
         def send() -> int:
@@ -235,7 +240,7 @@ class BroadcastRoute(BucketRoute):
 
     def _call_off(self, url: str) -> None:
         barrier, begun = self._begun.pop(url, (None, None))
-        if barrier is not None and begun is not None:
+        if barrier is not None and begun is not None and url in self._groups:
             self._groups[url].call_off(barrier)
             begun.exception()
 

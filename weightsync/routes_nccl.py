@@ -106,8 +106,9 @@ class NcclRoute:
         self._nodes.close()
         self._groups_fanout.close()
 
-    def _broadcast_of(self, select: Callable[[str], bool]) -> BroadcastRoute:
-        return BroadcastRoute(self._fanout, self._config, self._workers, select, self._groups_fanout, self._nodes)
+    def _broadcast_of(self, select: Callable[[str], bool], *, is_all: bool = True) -> BroadcastRoute:
+        common = self._fanout, self._config, self._workers
+        return BroadcastRoute(*common, select, self._groups_fanout, self._nodes, is_all=is_all)
 
     def _prepare_rest(
         self, opaque: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline
@@ -117,7 +118,7 @@ class NcclRoute:
         self._rest = None
         if opaque:
             traced = {need.tensor for link in opaque for layout in link.layouts for need in layout.needs}
-            self._rest = self._broadcast_of(lambda name: name not in traced)
+            self._rest = self._broadcast_of(lambda name: name not in traced, is_all=False)
             self._rest.prepare(opaque, plan, exports, deadline)
 
     def _move_rest(self, opaque: list[EngineLink], step: int, deadline: Deadline) -> dict[str, Outcome]:

@@ -13,8 +13,8 @@ class Turn:
     """A bucket's place in the order. ``what`` names it, ``group`` is the one by which it goes, as ``same`` did before.
 
     ``begun``: the sender has begun with it, ``asked``: the engine was asked for it, ``granted``: it takes part,
-    ``over``: it has the bytes. All are set, too, when something failed. ``was_asked``: the engine, indeed. ``number``:
-    what the sender calls its broadcast.
+    ``over``: it has the bytes, and those before. All are set, too, when something failed. ``was_asked``: the engine,
+    indeed. ``number``: what the sender calls its broadcast.
     """
 
     def __init__(self, what: str = "", group: str = "", before: Turn | None = None, same: Turn | None = None) -> None:

@@ -16,7 +16,7 @@ from weightsync.workers import Regions, Workers
 
 
 class Verification:
-    """Of one push. Sources are sealed as soon as all engines say that their bytes have landed, or when it is asked for.
+    """Of one push. Sources are sealed as soon as all bytes have been read for all engines, or when it is asked for.
 
     ``regions`` are what the training ranks fingerprint; ``reads_back`` false: engines are not asked.
     """
@@ -45,7 +45,7 @@ class Verification:
         self._sealing: Future[dict[int, Sealed]] | None = None
 
     def on_landed(self, link: EngineLink, links: Sequence[EngineLink]) -> None:
-        """All its bytes are where they belong, though its own answer is still on the way. ``links``: who takes part."""
+        """For this engine nothing is read any more, though its own answer is on the way. ``links``: who takes part."""
         with self._lock:
             self._landed.add(link.url)
             if self._landed >= {other.url for other in links}:

@@ -183,11 +183,12 @@ def _kill_in_the_middle(group: BroadcastGroup) -> dict:
         except WeightSyncError as e:
             seen[name] = f"{time.monotonic() - started:.2f} s: {type(e).__name__}: {e.message[:200]}"
 
-    broadcast = nccl_wire.Broadcast("", memory.segment, 24 * GIB, 20.0)
+    name = group._names[0]
+    broadcast = nccl_wire.Broadcast(name, memory.segment, 24 * GIB, 20.0)
     sender = group._senders[0]
     engine_side = threading.Thread(
         target=call,
-        args=("engine_call", lambda: client.update_from_distributed(what, group._name, deadline).make(deadline)),
+        args=("engine_call", lambda: client.update_from_distributed(what, name, deadline).make(deadline)),
     )
     sender_side = threading.Thread(
         target=call, args=("sender_call", lambda: senders.broadcast(sender, broadcast, deadline))
@@ -200,6 +201,7 @@ def _kill_in_the_middle(group: BroadcastGroup) -> dict:
     group.give_up()
     sender_side.join()
     engine_side.join()
+    assert {"engine_call", "sender_call"} <= set(seen), seen
     seen["failed_s"] = time.monotonic() - started
     memory.close()
     return seen

@@ -120,7 +120,7 @@ class Engine(Protocol):
         self, tensors: Tensors, group_name: str, deadline: Deadline, *, flattened: bool = True, what: str = ""
     ) -> Call:
         """A call that has the engine receive one bucket by a broadcast, or by one a tensor if not ``flattened``, and
-        load it. It is made by ``Call.make``, one at a time. ``what`` names the bucket in errors.
+        load it. It is made by ``Call.make``, one at a time in a group. ``what`` names the bucket in errors.
         """
         ...
 
