@@ -33,8 +33,8 @@ class FakeSender:
     def call(self, method, argument=None, *, deadline, returns=None):
         if method == "begin":
             self._fill(argument.fills)
-        if method == "finish":
-            assert self.over.wait(deadline.remaining_s())
+        if method == "finish" and not self.over.wait(deadline.remaining_s()):
+            raise deadline.error("broadcast")
         self.said.append(f"{method} {argument.number if method == 'finish' else self._begun}")
         self._begun += method == "begin"
         return self._begun - 1
@@ -65,8 +65,9 @@ class Sending:
             raise EngineLost("no connection")
         return "1"
 
-    def __call__(self, count: int) -> list[WeightSyncError | None]:
-        """How that many buckets end."""
+    def __call__(self, count: int, **hooks: Callable[[], None]) -> list[WeightSyncError | None]:
+        """How that many buckets end; ``hooks``: of the first, what is called when it is granted, or filled."""
+        self._hooks = hooks
         turns = [self._group.turn(f"bucket {number + 1}") for number in range(count)]
         futures = [self._fanout.submit(partial(self._send, turn, number)) for number, turn in enumerate(turns)]
         return [future.exception(10) for future in futures]
@@ -81,7 +82,8 @@ class Sending:
             self._make(what)
 
         update = SimpleNamespace(make=make, drop=lambda: None)
-        sending = groups_broadcast.Sending(Broadcast("", SEGMENT, 1, 5.0, fills=number), lambda group: update)
+        hooks = self._hooks if number == 0 else {}
+        sending = groups_broadcast.Sending(Broadcast("", SEGMENT, 1, 5.0, fills=number), lambda group: update, **hooks)
         self._group.send(turn, sending, Deadline(5, "test"))
 
 
@@ -164,6 +166,59 @@ def test_an_engine_that_died_is_lost_though_its_sender_knew_before():
     sender.over.set()
     first, *_ = Sending(sender, make, there=False)(3)
     assert isinstance(first, EngineLost)
+
+
+@pytest.mark.parametrize("hook", ["granted", "filled"])
+def test_a_fault_of_our_own_after_the_engine_takes_part_lets_it_finish(hook):
+    sender = FakeSender()
+    threading.Timer(0.4, sender.over.set).start()
+
+    def fails() -> None:
+        raise TransferError("bug")
+
+    (error,) = Sending(sender)(1, **{hook: fails})
+    assert error.message == "bug"
+    assert "finish 0" in sender.said[: sender.said.index("kill")]
+
+
+def test_an_engine_that_answers_before_its_gpu_is_done_has_a_steps_time(monkeypatch):
+    """It says that it cannot load what it still receives."""
+    sender = FakeSender()
+    threading.Timer(3.0, sender.over.set).start()
+
+    def make(what: str) -> None:
+        raise EngineRejected("no such parameter")
+
+    (error,) = Sending(sender, make)(1)
+    assert isinstance(error, EngineRejected)
+    assert "finish 0" in sender.said[: sender.said.index("kill")]
+
+
+def test_all_that_the_engine_was_asked_for_later_is_let_finish():
+    sender, third_is_asked = FakeSender(), threading.Event()
+    call = sender.call
+
+    def calling(method, argument=None, *, deadline, returns=None):
+        if method == "finish" and argument.number == 0:
+            assert third_is_asked.wait(5)
+            raise TransferError("cannot finish")
+        return call(method, argument, deadline=deadline, returns=returns)
+
+    sender.call = calling
+    group = Sending(sender, lambda what: third_is_asked.set() if what == "bucket 3" else None)
+    threading.Timer(0.6, sender.over.set).start()
+    first, *_ = group(3)
+    assert "cannot finish" in str(first) and group.asked == ["bucket 1", "bucket 2", "bucket 3"]
+    assert {"finish 1", "finish 2"} <= set(sender.said[: sender.said.index("kill")])
+
+
+def test_a_turn_that_nobody_takes_is_waited_for_no_longer_than_the_push(monkeypatch):
+    monkeypatch.setattr(groups_broadcast, "_BEYOND_S", 0.2)
+    group = Sending(FakeSender())
+    group._group.turn("never sent")
+    started = time.monotonic()
+    (error,) = group(1)
+    assert "its turn did not come" in str(error) and time.monotonic() - started < 8
 
 
 def test_what_waits_behind_a_bucket_may_take_the_time_of_both(monkeypatch):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from weightsync.errors import TransferError, WeightSyncError
 
@@ -39,6 +40,13 @@ class Fanout:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def ended(futures: Iterable[Future]) -> None:
+    """Wait for all of them, however they end."""
+    for future in futures:
+        with suppress(CancelledError):
+            future.exception()
 
 
 def _guarded[T, R](function: Callable[[T], R], peer: T) -> R | WeightSyncError:

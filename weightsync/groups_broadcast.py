@@ -38,9 +38,8 @@ STALL_SHARE = 0.25
 """Of the push's time: what one bucket may take before its engine counts as stalled, so that the others still finish."""
 
 _NAMES_TRIED = 8
-_GRACE_S = 2.0
-"""What an engine that failed a bucket may still be in the middle of is let finish: a sender killed meanwhile would
-leave it there for ever."""
+_BEYOND_S = 2.0
+"""How much longer than the push its threads may take to end."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class BroadcastGroup(EngineGroup):
         try:
             self._broadcast(turn, bucket, deadline)
         except BaseException as e:
-            if (cause := self._failed(turn, e)) is not None:
+            if (cause := self._failed(turn, e, deadline)) is not None:
                 raise cause from e
             raise
         finally:
@@ -173,13 +172,14 @@ class BroadcastGroup(EngineGroup):
             bucket.filled()
         turn.await_(before.over, deadline)
         within = step_of(deadline)
+        turn.is_finished = True
         sender.call("finish", Finish(turn.number, within.remaining_s()), deadline=within)
 
     def close(self) -> None:
         """Have the engine leave its groups, and end the sender."""
         if self._joined:
             deadline = Deadline(CLOSE_S, "leaving the group")
-            for name in self._names:
+            for name in self._names if self._turns.stop(CLOSE_S) else ():  # in use, it would take the engine down
                 quietly(partial(self.link.client.destroy_weights_update_group, name, deadline))
         self.give_up()
 
@@ -198,35 +198,37 @@ class BroadcastGroup(EngineGroup):
             pass
         return True
 
-    def _failed(self, turn: Turn, error: BaseException) -> BaseException | None:
+    def _failed(self, turn: Turn, error: BaseException, deadline: Deadline) -> BaseException | None:
         """The first failure ends the sender when nothing is under way any more that may end: killed before, it would
-        leave the engine in a broadcast for ever. Returns what it failed for, if that is something else.
+        leave the engine in a broadcast for ever. Returns what it failed for, if that is another error.
         """
         is_first, is_lost = self._turns.fail(error), isinstance(error, EngineLost)
         is_stalled = turn.was_asked and isinstance(error, TransferTimeout)
         if is_first and (is_stalled or (turn.was_asked and is_lost and not self._is_there())):
             self.give_up()
             return None
+        bound_s = deadline.remaining_s() + _BEYOND_S  # the others' own threads see to that they end before
         if turn.before is not None:
-            turn.before.over.wait()  # which its own thread sees to, by a deadline
-        refused = turn.was_asked and not turn.granted.is_set() and not is_stalled
-        cause: BaseException | None = self._sender_failure(turn.number) if refused else None
+            turn.before.over.wait(bound_s)
+        cause: BaseException | None = None
+        if turn.was_asked and not is_stalled and not turn.is_finished:
+            cause = self._sender_failure(turn.number, step_of(deadline))
         turn.over.set()
         if not is_first:
             return self._turns.failure if turn.was_asked and not is_lost else None
-        if turn.after is not None and turn.after.was_asked:
-            turn.after.over.wait()
+        for later in turn.later():
+            if later.was_asked:
+                later.over.wait(bound_s)
         self.give_up()
         if is_lost or not isinstance(cause, WeightSyncError) or not isinstance(error, WeightSyncError):
             return None
         cause.message = f"{cause.message}; then the engine: {error.message}"
         return cause
 
-    def _sender_failure(self, number: int) -> WeightSyncError | None:
-        """Let an engine finish what it answers that it failed. An error if the sender is gone."""
-        grace = Deadline(_GRACE_S, "letting the engine finish")
+    def _sender_failure(self, number: int, deadline: Deadline) -> WeightSyncError | None:
+        """Let an engine finish what may have been queued before it answered. An error if the sender is gone."""
         try:
-            self._senders[0].call("finish", Finish(number, grace.remaining_s()), deadline=grace)
+            self._senders[0].call("finish", Finish(number, deadline.remaining_s()), deadline=deadline)
         except WeightSyncError as e:
             return None if self._senders[0].alive else e
         return None

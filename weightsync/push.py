@@ -138,6 +138,9 @@ class Push:
             fault = TransferError(f"{type(e).__name__}: {e}")
             self._abandon(fault)
             raise fault from e
+        except BaseException as e:  # nor a user's interrupt
+            self._abandon(TransferError(f"interrupted: {type(e).__name__}"))
+            raise
         finally:
             for link in self._involved:
                 link.end_push()

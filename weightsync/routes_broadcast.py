@@ -177,9 +177,11 @@ class BroadcastRoute(BucketRoute):
         if self._gather is not None:
             gather = self._gather
             gathering = self._fanout.submit(lambda: gather.fill(number, step_of(deadline)))
-        super()._fill(number, deadline)
-        if gathering is not None:
-            gathering.result()
+        try:
+            super()._fill(number, deadline)
+        finally:
+            if gathering is not None:
+                gathering.result()
 
     def _open(self, link: EngineLink, deadline: Deadline) -> None:
         group = self._groups[link.url]

@@ -17,7 +17,7 @@ from weightsync.boxes import dense_strides, volume, whole
 from weightsync.config import BUCKET_BYTES, Config
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, EngineLost, TransferTimeout, WeightSyncError
-from weightsync.fanout import Fanout
+from weightsync.fanout import Fanout, ended
 from weightsync.fleet import EngineLink
 from weightsync.plan import Plan, build_plan
 from weightsync.receivers import PING_S
@@ -108,20 +108,20 @@ class BucketRoute:
     def _move(self, links: list[EngineLink], deadline: Deadline) -> list[Outcome]:
         outcomes: dict[str, Outcome] = dict.fromkeys((link.url for link in links), None)
         under_way: deque[list[tuple[EngineLink, Future]]] = deque()
-        for number in range(len(self._buckets)):
-            if len(under_way) >= max(ARENAS, self._most_under_way):
-                self._collect(under_way.popleft(), outcomes)  # its arena is filled next
-            try:
+        try:
+            for number in range(len(self._buckets)):
+                if len(under_way) >= max(ARENAS, self._most_under_way):
+                    self._collect(under_way.popleft(), outcomes)  # its arena is filled next
                 self._fill(number, deadline)
-            except WeightSyncError:
-                self._collect(chain(*under_way), outcomes)
-                raise
-            if len(under_way) >= self._most_under_way:
-                self._collect(under_way.popleft(), outcomes)
-            under_way.append(
-                [(link, self._send(link, number, deadline)) for link in links if outcomes[link.url] is None]
-            )
-        self._collect(chain(*under_way), outcomes)
+                if len(under_way) >= self._most_under_way:
+                    self._collect(under_way.popleft(), outcomes)
+                under_way.append([])
+                for link in links:
+                    if outcomes[link.url] is None:
+                        under_way[-1].append((link, self._send(link, number, deadline)))
+            self._collect(chain(*under_way), outcomes)
+        finally:
+            ended(future for _, future in chain(*under_way))  # what goes on would reach engines that were let go
         return [outcomes[link.url] for link in links]
 
     def let_go(self, deadline: Deadline) -> None:
@@ -229,15 +229,18 @@ class BucketRoute:
 
     @staticmethod
     def _collect(sending: Iterable[tuple[EngineLink, Future]], outcomes: dict[str, Outcome]) -> None:
+        """Wait for all of them. Raises what was a fault of ours."""
+        fault: BaseException | None = None
         for link, future in sending:
             error = future.exception()
             if error is None:
                 link.progress.num_bytes += future.result()
-            elif isinstance(error, WeightSyncError):
-                if outcomes[link.url] is None or isinstance(error, EngineLost):  # which all else may follow from
-                    outcomes[link.url] = error
-            else:
-                raise error
+            elif not isinstance(error, WeightSyncError):
+                fault = fault or error
+            elif outcomes[link.url] is None or isinstance(error, EngineLost):  # which all else may follow from
+                outcomes[link.url] = error
+        if fault is not None:
+            raise fault
 
 
 def _gpu_of(exports: dict[int, Export]) -> str:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from weightsync.config import Config
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError
-from weightsync.fanout import Fanout
+from weightsync.fanout import Fanout, ended
 from weightsync.fleet import EngineLink
 from weightsync.groups_exchange import ExchangeGroup
 from weightsync.nodes import Nodes
@@ -74,19 +74,26 @@ class NcclRoute:
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Broadcast to the stock engines and exchange with the others, at the same time."""
         stock = [link for link in links if not link.has_receiver]
-        broadcasting = self._fanout.submit(lambda: self._whole.move(stock, step, deadline)) if stock else None
+        broadcasting = [self._fanout.submit(lambda: self._whole.move(stock, step, deadline))] if stock else []
         with_receiver = [link for link in links if link.has_receiver]
-        failed = self._move_rest([link for link in with_receiver if link.has_opaque], step, deadline)
+        try:
+            exchanged = self._exchange(with_receiver, step, deadline)
+        finally:
+            ended(broadcasting)  # what goes on would reach engines that were let go
+        outcomes = dict(zip([li.url for li in with_receiver], exchanged, strict=True))
+        for future in broadcasting:
+            outcomes |= dict(zip([li.url for li in stock], future.result(), strict=True))
+        return [outcomes[link.url] for link in links]
+
+    def _exchange(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
+        failed = self._move_rest([link for link in links if link.has_opaque], step, deadline)
 
         def exchange(link: EngineLink) -> Outcome:
             if failed.get(link.url) is None:
                 self._exchanges[link.url].move(step, deadline)
             return failed.get(link.url)
 
-        outcomes = dict(zip([li.url for li in with_receiver], self._fanout.each(exchange, with_receiver), strict=True))
-        if broadcasting is not None:
-            outcomes |= dict(zip([li.url for li in stock], broadcasting.result(), strict=True))
-        return [outcomes[link.url] for link in links]
+        return self._fanout.each(exchange, links)
 
     def let_go(self, deadline: Deadline) -> None:
         """The groups stay; their senders map nothing."""

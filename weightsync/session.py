@@ -28,6 +28,7 @@ from weightsync.tenure import Tenure
 from weightsync.workers import Workers
 
 MAX_REMAPS = 3
+CLOSE_S = 5.0
 
 
 def _meet(config: Config, trainer: str, deadline: Deadline) -> Workers:
@@ -135,7 +136,18 @@ class Session:
                 link.close()
 
     def close(self) -> None:
-        """Unmap everything and close every connection. Engines keep their weights and state. Idempotent."""
+        """Unmap everything and close every connection. Engines keep their weights and state. Idempotent.
+
+        A push that is under way is let finish, but not for long.
+        """
+        alone = self._lock.acquire(timeout=CLOSE_S)
+        try:
+            self._close()
+        finally:
+            if alone:
+                self._lock.release()
+
+    def _close(self) -> None:
         for route in self._routes.values():  # first: some tell the engines
             route.close()
         for link in self._links:

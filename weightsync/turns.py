@@ -14,7 +14,7 @@ class Turn:
 
     ``begun``: the sender has begun with it, ``asked``: the engine was asked for it, ``granted``: it takes part,
     ``over``: it has the bytes, and those before. All are set, too, when something failed. ``was_asked``: the engine,
-    indeed. ``number``: what the sender calls its broadcast.
+    indeed. ``number``: what the sender calls its broadcast; ``is_finished``: it was told to finish that.
     """
 
     def __init__(self, what: str = "", group: str = "", before: Turn | None = None, same: Turn | None = None) -> None:
@@ -22,13 +22,21 @@ class Turn:
         self.before, self.same = before, same
         self.after: Turn | None = None
         self.begun, self.asked, self.granted, self.over = (threading.Event() for _ in range(4))
-        self.was_asked, self.number = False, -1
+        self.was_asked, self.is_finished, self.number = False, False, -1
 
     def end(self) -> None:
-        """Nobody waits for it any more, nor does it keep those beside it."""
+        """Nobody waits for it any more, nor does it keep those before it."""
         for event in (self.begun, self.asked, self.granted, self.over):
             event.set()
-        self.before = self.same = self.after = None
+        self.before = self.same = None
+
+    def later(self) -> list[Turn]:
+        """Those behind it, in order."""
+        found, turn = [], self.after
+        while turn is not None:
+            found.append(turn)
+            turn = turn.after
+        return found
 
     def await_(self, reached: threading.Event, deadline: Deadline) -> None:
         """Wait until another one has come so far, or failed. Raises TransferTimeout."""
@@ -80,6 +88,11 @@ class Turns:
         with self._lock:
             first, self.failure = self.failure is None, self.failure or error
         return first
+
+    def stop(self, within_s: float) -> bool:
+        """Nothing more is asked for. True if what was is over, or is so in time."""
+        self.fail(TransferError("the session was closed"))
+        return self._last is None or self._last.over.wait(within_s)
 
     def reset(self) -> None:
         """Begin anew; all are over."""
