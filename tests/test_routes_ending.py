@@ -61,7 +61,7 @@ def assert_left_alone(fake: FakeEngine, before: dict[str, torch.Tensor], since: 
 
 
 def test_stock_engines_are_waited_for_when_another_ones_opaque_parameters_fail(world, monkeypatch):
-    one = world(stock(), FakeEngine(models=[Concatenating()], receiver=True))
+    one = world(stock(1, "0.5.12"), FakeEngine(models=[Concatenating()], receiver=True))
     one.push(1)
     fill = routes_broadcast.BroadcastRoute._fill
 
