@@ -49,6 +49,7 @@ class Sending:
 
     def __init__(self, sender: FakeSender, make: Callable[[str], None] = lambda what: None, there: bool = True) -> None:
         self.asked: list[str] = []
+        self.nbytes = 1
         self.allowed: Callable[[str, Deadline], None] = lambda what, deadline: None
         self._make, self._there = make, there
         info = SimpleNamespace(nccl_variables={}, tp_size=1, device="cpu")
@@ -83,7 +84,9 @@ class Sending:
 
         update = SimpleNamespace(make=make, drop=lambda: None)
         hooks = self._hooks if number == 0 else {}
-        sending = groups_broadcast.Sending(Broadcast("", SEGMENT, 1, 5.0, fills=number), lambda group: update, **hooks)
+        sending = groups_broadcast.Sending(
+            Broadcast("", SEGMENT, self.nbytes, 5.0, fills=number), lambda group: update, **hooks
+        )
         self._group.send(turn, sending, Deadline(5, "test"))
 
 
@@ -181,7 +184,7 @@ def test_a_fault_of_our_own_after_the_engine_takes_part_lets_it_finish(hook):
     assert "finish 0" in sender.said[: sender.said.index("kill")]
 
 
-def test_an_engine_that_answers_before_its_gpu_is_done_has_a_steps_time(monkeypatch):
+def test_an_engine_that_answers_before_its_gpu_is_done_has_the_time_that_its_bytes_may_take():
     """It says that it cannot load what it still receives."""
     sender = FakeSender()
     threading.Timer(3.0, sender.over.set).start()
@@ -189,7 +192,9 @@ def test_an_engine_that_answers_before_its_gpu_is_done_has_a_steps_time(monkeypa
     def make(what: str) -> None:
         raise EngineRejected("no such parameter")
 
-    (error,) = Sending(sender, make)(1)
+    group = Sending(sender, make)
+    group.nbytes = 1 << 30
+    (error,) = group(1)
     assert isinstance(error, EngineRejected)
     assert "finish 0" in sender.said[: sender.said.index("kill")]
 

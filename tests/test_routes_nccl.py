@@ -182,6 +182,18 @@ def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines)
     assert {body["load_format"] for body in sent if body["names"] != groups_broadcast.PROBE.names} == {None}
 
 
+def test_the_first_bucket_is_no_larger_than_what_an_engine_has_to_wait_for(world, monkeypatch):
+    monkeypatch.setattr(routes_broadcast, "BROADCAST_BYTES", 512)
+    one = world(stock(), bucket_bytes=4096)
+    one.push(1)
+    one.push(2)
+    assert_serves(one.engines[0], one.tensors, 2)
+    first, *rest = one.session._routes["nccl"]._whole._buckets
+    assert first.nbytes <= 512 < max(b.nbytes for b in rest)
+    names = [entry.tensor.name for b in (first, *rest) for entry in b.entries]
+    assert sorted(names) == sorted(one.tensors)
+
+
 def test_small_tensors_and_those_that_nccl_may_not_know_are_flattened_and_apart_from_large_ones():
     least = routes_broadcast.PART_BYTES
 

@@ -38,6 +38,10 @@ STALL_SHARE = 0.25
 """Of the push's time: what one bucket may take before its engine counts as stalled, so that the others still finish."""
 
 _NAMES_TRIED = 8
+_GRACE_S, _SLOW_BYTES_S = 2.0, 256 << 20
+"""What an engine that failed a bucket may be in the middle of is let finish: a sender killed meanwhile would leave it
+there for ever. It takes no longer than two buckets take at that many bytes a second, or it has not begun.
+"""
 _BEYOND_S = 2.0
 """How much longer than the push its threads may take to end."""
 
@@ -139,7 +143,7 @@ class BroadcastGroup(EngineGroup):
         try:
             self._broadcast(turn, bucket, deadline)
         except BaseException as e:
-            if (cause := self._failed(turn, e, deadline)) is not None:
+            if (cause := self._failed(turn, e, bucket.request.nbytes, deadline)) is not None:
                 raise cause from e
             raise
         finally:
@@ -198,7 +202,7 @@ class BroadcastGroup(EngineGroup):
             pass
         return True
 
-    def _failed(self, turn: Turn, error: BaseException, deadline: Deadline) -> BaseException | None:
+    def _failed(self, turn: Turn, error: BaseException, nbytes: int, deadline: Deadline) -> BaseException | None:
         """The first failure ends the sender when nothing is under way any more that may end: killed before, it would
         leave the engine in a broadcast for ever. Returns what it failed for, if that is another error.
         """
@@ -212,7 +216,8 @@ class BroadcastGroup(EngineGroup):
             turn.before.over.wait(bound_s)
         cause: BaseException | None = None
         if turn.was_asked and not is_stalled and not turn.is_finished:
-            cause = self._sender_failure(turn.number, step_of(deadline))
+            grace_s = min(_GRACE_S + 2 * nbytes / _SLOW_BYTES_S, step_of(deadline).timeout_s)
+            cause = self._sender_failure(turn.number, Deadline(grace_s, "letting the engine finish"))
         turn.over.set()
         if not is_first:
             return self._turns.failure if turn.was_asked and not is_lost else None

@@ -29,7 +29,10 @@ GATHER_SHARE = 8
 """Of a bucket: what its parts from other nodes may take on the way, twice, at both ends."""
 
 BROADCAST_BYTES = 1 << 30
-"""Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that."""
+"""Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that.
+
+Of the first one at most, in any case: until the sender has begun with all of it the engine has nothing to do.
+"""
 
 PART_BYTES = 64 << 20
 """Tensors from this size on are broadcast each by itself: of a flattened bucket an engine makes two copies more, but
@@ -194,7 +197,12 @@ class BroadcastRoute(BucketRoute):
         group.ready(_segment(self._arenas[0]), step_of(deadline))
 
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
-        return bucket.without_gaps(tensors, self._bucket_bytes, _goes_by_itself)
+        if not tensors:
+            return []
+        first, *_ = bucket.without_gaps(tensors, min(self._bucket_bytes, BROADCAST_BYTES), _goes_by_itself)
+        there = {entry.tensor.name for entry in first.entries}
+        rest = [tensor for tensor in tensors if tensor.name not in there]
+        return [first, *bucket.without_gaps(rest, self._bucket_bytes, _goes_by_itself)]
 
     @property
     def _most_under_way(self) -> int:
