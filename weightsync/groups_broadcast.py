@@ -1,4 +1,4 @@
-"""The process group of a stock engine: one sender, which broadcasts whole buckets. Runs in the actor.
+"""The process groups of a stock engine: one sender, which broadcasts whole buckets. Runs in the actor.
 
 The engine answers when it takes part in a broadcast, which may be long before that is over, and an answer and the next
 request take their time. So that request waits in its server already, and several broadcasts are under way: an engine's
@@ -60,7 +60,7 @@ class Sending:
 
 
 class BroadcastGroup(EngineGroup):
-    """A stock engine's group: one sender, which broadcasts. ``device``: the GPU of the arenas ("": host memory)."""
+    """A stock engine's groups: one sender, which broadcasts. ``device``: the GPU of the arenas ("": host memory)."""
 
     def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, device: str) -> None:
         super().__init__(link, fanout, nodes, [Place("", device)])
