@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from tests.fakes.engine import FakeEngine
-from tests.test_session import engine
+from tests.test_session import World, engine
+from weightsync import routes_nccl
 from weightsync.deadline import Deadline
 from weightsync.transports import nccl_wire
 from weightsync.transports.sender import Nursery
@@ -31,6 +34,22 @@ def children(nursery: Nursery) -> set[int]:
 
 def stock(tp_size: int = 1, version: str = "0.5.23") -> FakeEngine:
     return engine(tp_size, receiver=False, version=version)
+
+
+def worlds(nursery: Nursery, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> Iterator[Callable[..., World]]:
+    """What a fixture yields that makes worlds of route ``nccl``, of engines and further settings; all are closed."""
+    made: list[World] = []
+    monkeypatch.setattr(routes_nccl, "Nursery", lambda: Shared(nursery))
+    common = {"route": "nccl", "bucket_bytes": 256, "timeout_s": 60.0, "connect_timeout_s": 60.0, **defaults}
+
+    def make(*engines: FakeEngine, **config: Any) -> World:
+        unverified = {} if all(e.loaders for e in engines) else {"verify": "none"}
+        made.append(World(*engines, **{**common, **config, **unverified}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
 def broadcast(sender: Any, request: nccl_wire.Broadcast, deadline: Deadline) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.fakes.engine import DISTRIBUTED, FakeEngine
-from tests.senders import Shared, stock
-from tests.test_session import Concatenating, World, assert_serves, served
-from weightsync import groups_broadcast, routes_broadcast, routes_bucket, routes_nccl
+from tests.senders import stock, worlds
+from tests.test_session import Concatenating, assert_serves, served
+from weightsync import groups_broadcast, routes_broadcast, routes_bucket
 from weightsync.errors import TransferError, TransferTimeout, WeightSyncError
 from weightsync.transports.sender import Nursery, SenderProcess
 
@@ -23,17 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def world(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    made: list[World] = []
-    monkeypatch.setattr(routes_nccl, "Nursery", lambda: Shared(nursery))
-
-    def make(*engines: FakeEngine) -> World:
-        settings = {"route": "nccl", "bucket_bytes": 256, "timeout_s": 30.0, "connect_timeout_s": 60.0}
-        made.append(World(*engines, **settings, verify="none"))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    yield from worlds(nursery, monkeypatch, timeout_s=30.0, verify="none")
 
 
 def late(monkeypatch, seconds: float) -> None:

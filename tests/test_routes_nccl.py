@@ -15,7 +15,7 @@ import torch
 from tests.fakes import serving
 from tests.fakes.engine import DISTRIBUTED, UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
-from tests.senders import Shared, children, stock
+from tests.senders import children, stock, worlds
 from tests.test_session import Concatenating, World, assert_serves, engine, served
 from weightsync import groups_broadcast, nodes, routes_broadcast, routes_nccl
 from weightsync.deadline import Deadline
@@ -38,19 +38,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def world(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    made: list[World] = []
-    monkeypatch.setattr(routes_nccl, "Nursery", lambda: Shared(nursery))
-
-    def make(*engines: FakeEngine, **config) -> World:
-        settings = {"route": "nccl", "bucket_bytes": 256, "timeout_s": 60.0, "connect_timeout_s": 60.0, **config}
-        if not all(e.loaders for e in engines):
-            settings["verify"] = "none"
-        made.append(World(*engines, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    yield from worlds(nursery, monkeypatch)
 
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])

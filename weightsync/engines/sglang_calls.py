@@ -52,7 +52,7 @@ class Calls:
         Calls of one path are made one at a time, but for those that differ in ``beside``.
         """
         assert path in AHEAD, f"the server may begin with {path} before it has the body"
-        lane = self.lanes.setdefault((path, beside), Lane(self._url))
+        lane = self.lanes.get((path, beside)) or self.lanes.setdefault((path, beside), Lane(self._url))
         held = lane.hold("POST", path, body=msgspec.json.encode(body), key=self._keys["POST"], deadline=deadline)
         return LaneCall(self, lane, held, phase, retry, what)
 

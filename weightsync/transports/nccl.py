@@ -33,7 +33,7 @@ from weightsync import transports
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.pulling import MappedSegments
-from weightsync.spec import Copy
+from weightsync.spec import Copy, Segment
 from weightsync.transports import Memory, Puller
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
 from weightsync.transports.nccl_versions import group_version, nccl_version
@@ -66,8 +66,7 @@ class Sender:
         self._incoming: list[Incoming] = []
         self._fillers: list[Puller] = []
         self._filled: dict[int, Callable[[], float]] = {}
-        self._readers: dict[int, list[Any]] = {}
-        self._num_arenas = 1
+        self._readers: dict[Segment, list[Any]] = {}
         self._under_way: dict[int, tuple[Group, list[Any]]] = {}
         self._numbers = itertools.count()
 
@@ -117,14 +116,14 @@ class Sender:
             group, deadline = self._joined(request.group), Deadline(request.timeout_s, "broadcast")
             (memory,) = self._mapped.open([request.segment])
             if request.fills is not None:
-                group.follow(self._readers.pop(request.fills % self._num_arenas, []), deadline)
+                group.follow(self._readers.pop(request.segment, []), deadline)
                 filled = self._fillers[request.fills].start(alone=False)
             flat = memory.tensor[: request.nbytes]
             parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]
             number, works = next(self._numbers), group.start_broadcasts(parts, deadline)
             self._under_way[number] = group, works
             if request.fills is not None:
-                self._readers[request.fills % self._num_arenas] = works
+                self._readers[request.segment] = works
                 self._filled[number] = filled
             return number
 
@@ -150,7 +149,7 @@ class Sender:
                 dtype = request.shards[copy.rank][copy.source.storage].dtype
                 return _target(arena.tensor, copy, dtype), sources(copy)
 
-            self._num_arenas, self._readers, self._filled = len(arenas), {}, {}
+            self._readers, self._filled = {}, {}
             self._fillers = [
                 transports.make_puller([pair(copy, arenas[number % len(arenas)]) for copy in copies])
                 for number, copies in enumerate(request.buckets)
