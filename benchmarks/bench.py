@@ -156,7 +156,9 @@ class Bench:
         together = list(zip(*(t.pushes for t in times if t.pushes), strict=True))  # of all engines, a repetition each
         whole = [max(took.whole for took in one) for one in together]
         updates = [max(took.calls for took in one) for one in together]
-        self.add(f"stock: {calls.name}", STOCK, "none", whole, {"move": statistics.median(updates)})
+        name = f"stock: {calls.name}"
+        self.add(name, STOCK, "none", whole, {"move": statistics.median(updates)})
+        self.details[name] = {"answered_s": statistics.median(max(took.answered for took in one) for one in together)}
 
     def push(
         self, setting: Setting, *, label: str = "", beside: AbstractContextManager | None = None, at_most: int = 1000

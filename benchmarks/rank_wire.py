@@ -93,10 +93,14 @@ class StockSetup(Struct):
 
 
 class Took(Struct):
-    """Seconds of one stock push: ``whole`` with pause, flush and continue, ``calls`` of its update calls alone."""
+    """Seconds of one stock push: ``whole`` with pause, flush and continue, ``calls`` of its update calls alone.
+
+    Both until the last byte has left, too, where the sender can tell; ``answered``: whole, until the last answer.
+    """
 
     whole: float = 0.0
     calls: float = 0.0
+    answered: float = 0.0
 
 
 class Times(Struct):

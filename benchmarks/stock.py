@@ -177,7 +177,8 @@ def push(engine: Engine | None, tensors: Iterable[Named], request: StockRequest,
     engine.end()
     updated = time.perf_counter()
     engine.resume()
-    return Took(time.perf_counter() - started, updated - paused)
+    resumed = time.perf_counter()
+    return Took(resumed - started, updated - paused, resumed - started)
 
 
 def _content(chunk: list[Named], flattened: bool) -> tuple[object, str | None]:

@@ -41,17 +41,20 @@ class Group:
         joining.result()
 
     def push(self, tensors: Iterable[Named], request: StockRequest) -> Took:
-        """One push."""
+        """One push. The engine answers when its part of a broadcast is queued: the bytes may come long after that."""
         started = time.perf_counter()
         self._engine.pause()
-        paused = time.perf_counter()
+        paused, clock = time.perf_counter(), _Clock()
         self._engine.begin()
         for chunk in chunks(tensors, request.limit_bytes):
             self._send(chunk, request.flattened)
+        clock.stop()
         self._engine.end()
         updated = time.perf_counter()
         self._engine.resume()
-        return Took(time.perf_counter() - started, updated - paused)
+        resumed = time.perf_counter()
+        over = paused + clock.seconds()
+        return Took(max(resumed, over) - started, max(updated, over) - paused, resumed - started)
 
     def _send(self, chunk: list[Named], flattened: bool) -> None:
         body: dict[str, Any] = {
@@ -75,6 +78,26 @@ class Group:
         leaving = _Call(self._engine, "/destroy_weights_update_group", {"group_name": NAME})
         dist.destroy_process_group(self.group)
         leaving.result()
+
+
+class _Clock:
+    """From here until this process's GPU has done all that was queued before ``stop``; 0 s without one."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self.stop()
+
+    def stop(self) -> None:
+        if torch.cuda.is_available():
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+
+    def seconds(self) -> float:
+        """Waits for that."""
+        if not self._events:
+            return 0.0
+        self._events[-1].synchronize()
+        return self._events[0].elapsed_time(self._events[-1]) / 1e3
 
 
 class _Call:
