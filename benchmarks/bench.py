@@ -15,7 +15,8 @@ import msgspec
 
 from benchmarks import links, models, rows
 from benchmarks.actor import Actor, open_actor
-from benchmarks.rank_wire import Floor, FloorRequest, StockRequest, StockRuns, StockSetup, Times
+from benchmarks.in_flight import generate
+from benchmarks.rank_wire import Floor, FloorRequest, StockRequest, StockRuns, StockSetup, Times, Took
 from benchmarks.rows import STOCK, EngineRef, Row, Struct
 from benchmarks.trainers import Trainers
 from weightsync.config import Config, EngineConfig, EnvConfig
@@ -139,37 +140,54 @@ class Bench:
         self.details[f"copies, {name}"] = [msgspec.to_builtins(f) for f in found]
         return min(f.num_bytes / f.best_s for f in found)
 
-    def stock(self, calls: Sequence[StockCalls]) -> None:
-        """SGLang's own calls; each failure is noted on its own."""
+    def stock(self, calls: Sequence[StockCalls], *, tokens: int = 0) -> None:
+        """SGLang's own calls; each failure is noted on its own. ``tokens``: as in ``push``, for distributed ones."""
         port = free_port() if any(c.distributed for c in calls) else 0
         setup = StockSetup(self.urls, self.subject.engine.tp, port)
         if not self.attempt("stock setup", lambda: self.trainers.each("stock_setup", setup, timeout_s=CALL_TIMEOUT_S)):
             return
         for c in calls:
-            self.attempt(f"stock: {c.name}", lambda c=c: self._stock_calls(c))
+            self.attempt(f"stock: {c.name}", lambda c=c: self._stock_calls(c, tokens if c.distributed else 0))
         self.attempt("stock end", lambda: self.trainers.each("stock_close", timeout_s=CALL_TIMEOUT_S))
 
-    def _stock_calls(self, calls: StockCalls) -> None:
+    def _stock_calls(self, calls: StockCalls, tokens: int) -> None:
         request = StockRequest(self.subject.dtype, calls.limit_bytes, calls.flattened, calls.distributed)
-        runs = StockRuns(request, self.plan.n, self.plan.stock_budget_s)
-        times = self.trainers.each("stock", runs, returns=Times, timeout_s=CALL_TIMEOUT_S)
-        together = list(zip(*(t.pushes for t in times if t.pushes), strict=True))  # of all engines, a repetition each
+        together = self._stock_runs(request, self.plan.n)
         whole = [max(took.whole for took in one) for one in together]
         updates = [max(took.calls for took in one) for one in together]
         name = f"stock: {calls.name}"
         self.add(name, STOCK, "none", whole, {"move": statistics.median(updates)})
         self.details[name] = {"answered_s": statistics.median(max(took.answered for took in one) for one in together)}
+        if tokens:
+            followed = self._stock_runs(msgspec.structs.replace(request, with_token=True), tokens)
+            self.details[name]["token_s"] = statistics.median(max(took.token for took in one) for one in followed)
+
+    def _stock_runs(self, request: StockRequest, n: int) -> list[tuple[Took, ...]]:
+        """By repetition, what it took each engine."""
+        runs = StockRuns(request, n, self.plan.stock_budget_s)
+        times = self.trainers.each("stock", runs, returns=Times, timeout_s=CALL_TIMEOUT_S)
+        return list(zip(*(t.pushes for t in times if t.pushes), strict=True))
 
     def push(
-        self, setting: Setting, *, label: str = "", beside: AbstractContextManager | None = None, at_most: int = 1000
+        self,
+        setting: Setting,
+        *,
+        label: str = "",
+        beside: AbstractContextManager | None = None,
+        at_most: int = 1000,
+        tokens: int = 0,
     ) -> None:
-        """``plan.n`` pushes of changed weights, phases apart. ``beside`` is entered for their time."""
+        """``plan.n`` pushes of changed weights, phases apart. ``beside`` is entered for their time.
+
+        ``tokens``: so many pushes more, each timed until an engine has answered a request for one token after it.
+        """
         started = time.perf_counter()
         actor = self.open(setting)
         connected_s = time.perf_counter() - started
         try:
             with beside or nullcontext():
                 first, reports, seconds = self._pushes(actor, min(self.plan.n, at_most))
+            told = self._pushes(actor, tokens, then=lambda: generate(self.urls[0], 1))[2] if tokens else []
         finally:
             actor.close()
         name = setting.name + (f", {label}" if label else "")
@@ -183,7 +201,7 @@ class Bench:
             "pushes_s": [r.seconds | {f"trainer {k}": s for k, s in r.trainer_seconds.items()} for r in reports],
             "engine_s": [median_seconds([r.engines[i].seconds for r in reports]) for i in range(len(self.urls))],
             "moved_bytes": reports[-1].num_bytes,
-        }
+        } | ({"token_s": statistics.median(told)} if told else {})
 
     def open(self, setting: Setting) -> Actor:
         """An actor that pushes as ``setting`` says."""
@@ -201,13 +219,16 @@ class Bench:
         )
         return open_actor(self.plan.actor, config, as_stock=setting.as_stock)
 
-    def _pushes(self, actor: Actor, n: int) -> tuple[SyncReport, list[SyncReport], list[float]]:
-        """The report of the first push, and reports and seconds of those that count."""
+    def _pushes(
+        self, actor: Actor, n: int, then: Callable[[], None] = lambda: None
+    ) -> tuple[SyncReport, list[SyncReport], list[float]]:
+        """The report of the first push, and reports and seconds, with what comes ``then``, of those that count."""
         reports, seconds = [], []
         for step in itertools.islice(self.steps, WARMUP + n):
             self.trainers.each("change", step)
             started = time.perf_counter()
             reports.append(actor.push(step))
+            then()
             seconds.append(time.perf_counter() - started)
         return reports[0], reports[WARMUP:], seconds[WARMUP:]
 

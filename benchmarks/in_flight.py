@@ -1,4 +1,4 @@
-"""Requests that keep an engine busy while weights are pushed. Runs in the benchmark; no torch."""
+"""Requests to engines: those that keep one busy while weights are pushed, and one after a push. No torch."""
 
 from __future__ import annotations
 
@@ -47,13 +47,18 @@ class Requests:
                 self.failed += not ended
 
     def _ask(self, url: str, max_new_tokens: int, timeout_s: float) -> bool:
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling}).encode()
-        request = urllib.request.Request(f"{url}/generate", data=body, headers={"content-type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                answer.read()
+            generate(url, max_new_tokens, timeout_s)
         except OSError:
             time.sleep(0.05)
             return False
         return True
+
+
+def generate(url: str, max_new_tokens: int, timeout_s: float = FIRST_TIMEOUT_S) -> None:
+    """Have an engine answer one request with so many tokens. Raises OSError."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling}).encode()
+    request = urllib.request.Request(f"{url}/generate", data=body, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        answer.read()

@@ -72,13 +72,15 @@ class StockRequest(Struct):
     """One push by stock calls. ``limit_bytes`` is how much one call carries: 0 one tensor, -1 all of them.
 
     ``flattened``: tensors are packed into one buffer first. ``distributed``: broadcast over the group that was
-    connected before, instead of handing over memory handles. ``dtype`` is the engine's.
+    connected before, instead of handing over memory handles. ``dtype`` is the engine's. ``with_token``: a request
+    for one token follows.
     """
 
     dtype: str
     limit_bytes: int
     flattened: bool
     distributed: bool = False
+    with_token: bool = False
 
 
 class StockSetup(Struct):
@@ -95,12 +97,14 @@ class StockSetup(Struct):
 class Took(Struct):
     """Seconds of one stock push: ``whole`` with pause, flush and continue, ``calls`` of its update calls alone.
 
-    Both until the last byte has left, too, where the sender can tell; ``answered``: whole, until the last answer.
+    Both until the last byte has left, too, where the sender can tell; ``answered``: whole, until the last answer;
+    ``token``: until the engine has also answered a request for one token, if one was to follow.
     """
 
     whole: float = 0.0
     calls: float = 0.0
     answered: float = 0.0
+    token: float = 0.0
 
 
 class Times(Struct):

@@ -99,13 +99,13 @@ def _measure(bench: Bench, scenario: Scenario) -> None:
             bench.attempt(f"{setting.name}, in the sleep cycle", lambda s=setting: sleep_cycle.measure(bench, s))
         return
     for setting in scenario.settings:
-        bench.attempt(setting.name, lambda s=setting: bench.push(s, label=_label(scenario)))
+        bench.attempt(setting.name, lambda s=setting: bench.push(s, label=_label(scenario), tokens=scenario.tokens))
     if scenario.in_flight:
         for pause in BUSY_PAUSES:
             busy = msgspec.structs.replace(scenario.settings[0], pause=pause)
             bench.attempt(f"{busy.name}, requests in flight", lambda s=busy: _push_busy(bench, s, scenario))
     if scenario.stock:
-        bench.stock(scenario.stock)
+        bench.stock(scenario.stock, tokens=scenario.tokens)
 
 
 def _push_busy(bench: Bench, setting: Setting, scenario: Scenario) -> None:

@@ -54,7 +54,8 @@ class Scenario(Struct):
     ``trainer_gpus``: a GPU index a training rank; ``parallel`` counts for ``trainer_kind`` ``megatron``. ``engines``
     all have the same ``tp``. ``in_flight``: requests that generate on each engine during one more measurement of each
     ``direct`` setting. ``sleeps``: the colocated cycle is measured, trainer offloaded and engine asleep between pushes,
-    instead of bare pushes. ``timeout_s``: of trainer and measurements; the engine's start has its own.
+    instead of bare pushes. ``tokens``: pushes that are timed until an engine has answered with a token, too.
+    ``timeout_s``: of trainer and measurements; the engine's start has its own.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Scenario(Struct):
     cuda_graphs: bool = False
     in_flight: int = 0
     sleeps: bool = False
+    tokens: int = 0
     settings: tuple[Setting, ...] = (*DIRECT, *BUCKET)
     stock: tuple[StockCalls, ...] = TENSOR_CALLS
     timeout_s: float = 150.0
@@ -164,7 +166,7 @@ TWO_GPUS = {
     "megatron-2gpu-moe-ep2": _megatron(MOE, 2, Parallel(ep=2), 2),
     "disaggregated-2gpu": Scenario("Qwen3-8B", engines=(Place(1),), settings=(*DIRECT, *NCCL), stock=GROUP_CALLS),
     "disaggregated-2gpu-nccl": Scenario(
-        "Qwen3-8B", engines=(Place(1),), settings=(*NCCL, *NCCL_STOCK), stock=GROUP_CALLS, timeout_s=240.0
+        "Qwen3-8B", engines=(Place(1),), settings=(*NCCL, *NCCL_STOCK), stock=GROUP_CALLS, tokens=9, timeout_s=240.0
     ),
     "disaggregated-2gpu-masked": Scenario("Qwen3-8B", engines=(Place(sees="1"),), settings=DIRECT, stock=()),
 }

@@ -44,6 +44,7 @@ class Engine:
     """The engine at ``url`` over one HTTP connection. ``sessions``: updates go between begin and end (0.5.21 on)."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
         parts = urllib.parse.urlsplit(url)
         self._where = (parts.hostname, parts.port)
         self._connection: http.client.HTTPConnection | None = None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from benchmarks.in_flight import generate
 from benchmarks.rank_wire import StockRequest, Took
 from benchmarks.stock import FLATTENED, Engine, Named, chunks, flatten
 
@@ -53,8 +54,11 @@ class Group:
         updated = time.perf_counter()
         self._engine.resume()
         resumed = time.perf_counter()
+        if request.with_token:
+            generate(self._engine.url, 1)
+        told = time.perf_counter()
         over = paused + clock.seconds()
-        return Took(max(resumed, over) - started, max(updated, over) - paused, resumed - started)
+        return Took(max(resumed, over) - started, max(updated, over) - paused, resumed - started, told - started)
 
     def _send(self, chunk: list[Named], flattened: bool) -> None:
         body: dict[str, Any] = {

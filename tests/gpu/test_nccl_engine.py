@@ -1,4 +1,5 @@
-"""A sender killed in the middle of a broadcast to a real SGLang: when does the engine answer again?
+"""Route ``nccl`` to a real SGLang: bytes, what its groups take of memory, and a sender killed in the middle of a
+broadcast: when does the engine answer again?
 
 The trainer is on GPU 0, the engine on GPU 1. What was seen is printed as one line of JSON.
 """
@@ -20,7 +21,7 @@ from benchmarks import models
 from benchmarks.gpu_engine import GpuEngine
 from tests import senders
 from tests.gpu import real
-from weightsync import devices, routes_broadcast
+from weightsync import devices, groups_broadcast, routes_broadcast
 from weightsync.config import load_config
 from weightsync.deadline import Deadline
 from weightsync.demo_model import shapes
@@ -39,6 +40,7 @@ GIB = 1 << 30
 MIDDLE_S = 0.03
 """After so long of a broadcast of 24 GiB, which takes twice that and more."""
 WATCHED_S = 30.0
+SECOND_GROUP_MB = 500
 TOKENS = list(range(4, 40))
 
 
@@ -117,6 +119,34 @@ def test_slices_and_broadcasts_bring_the_same_weights(engine, trainer, monkeypat
             sync.close()
     assert all(said["stock", seed] == said["receiver", seed] for seed in (5, 6, 7))
     assert said["stock", 5] != said["stock", 6]
+
+
+def test_what_groups_with_a_stock_engine_take_of_both_gpus(engine, trainer, record, monkeypatch) -> None:
+    """By one group and by the two that there are: a second one is worth its memory."""
+    if engine is None:
+        return
+    monkeypatch.setattr(client_module, "RECEIVER_LOADER", "nobody's")
+    taken: dict[int, dict[str, float]] = {}
+    for wires in (1, 2):
+        monkeypatch.setattr(groups_broadcast, "WIRES", wires)
+        sync = session(trainer, engine.url, verify="none", bucket_bytes=8 << 20)
+        try:
+            before = _used_mb()
+            push(sync, trainer, 30 + wires)
+            after = _used_mb()
+        finally:
+            sync.close()
+        taken[wires] = {gpu: after[gpu] - before[gpu] for gpu in after}
+        left = {gpu: mb - before[gpu] for gpu, mb in _used_mb().items()}
+        seen = {"way": "stock engine over NCCL", "groups": wires, "mb_more": taken[wires], "mb_left_when_closed": left}
+        print(seen)
+        record("memory", seen)
+    assert all(0 < taken[2][gpu] - taken[1][gpu] < SECOND_GROUP_MB for gpu in taken[1]), taken
+
+
+def _used_mb() -> dict[str, float]:
+    """Of each GPU, by its number, over all processes."""
+    return {f"GPU {i}": devices.used_bytes(uuid) / 1e6 for i, uuid in enumerate(devices.visible_uuids())}
 
 
 def test_an_engine_with_our_receiver_answers_again_within_the_deadline(engine, trainer, record) -> None:
