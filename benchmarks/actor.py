@@ -7,7 +7,7 @@ from typing import Protocol
 
 from weightsync.config import Config
 from weightsync.plan import PlanSummary
-from weightsync.spec import PushRequest, SyncReport
+from weightsync.reports import PushRequest, SyncReport
 
 TRAINERS = {"sgl_dtensor_v2": "dtensor_v2", "sgl_megatron": "megatron"}  # by pair
 

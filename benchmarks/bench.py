@@ -23,7 +23,7 @@ from weightsync.config import Config, EngineConfig, EnvConfig
 from weightsync.engines import PauseMode
 from weightsync.engines.local import LocalEngine, free_port
 from weightsync.errors import WeightSyncError
-from weightsync.spec import SyncReport
+from weightsync.reports import SyncReport
 
 WARMUP = 2
 CALL_TIMEOUT_S = 300.0

@@ -23,8 +23,8 @@ from weightsync.config import load_config
 from weightsync.demo_model import DemoModel, weights, write_model
 from weightsync.engines.local import LocalEngine
 from weightsync.publisher import Publisher
+from weightsync.reports import PushRequest
 from weightsync.session import Session
-from weightsync.spec import PushRequest
 
 MODEL = DemoModel(num_layers=64, hidden_size=64, intermediate_size=64)
 PAIR = "sgl_dtensor_v2"

@@ -23,7 +23,7 @@ from benchmarks.actor import Actor
 from benchmarks.bench import CALL_TIMEOUT_S, Bench, Setting
 from benchmarks.rank_wire import Memory
 from weightsync import devices
-from weightsync.spec import SyncReport
+from weightsync.reports import SyncReport
 
 PARTS = ("sleep", "onload", "wake weights", "push", "offload", "wake KV cache")
 WARMUP = 1

@@ -22,8 +22,8 @@ import msgspec
 from weightsync import envs
 from weightsync.config import load_config
 from weightsync.demo_model import DemoModel, hf_config
+from weightsync.reports import PushRequest, SyncReport
 from weightsync.session import Session
-from weightsync.spec import PushRequest, SyncReport
 
 ROOT = Path(__file__).parents[1]
 TOKENS = [17, 5, 96, 33, 64, 250, 81, 12, 200, 3, 41, 41, 7]

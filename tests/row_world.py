@@ -9,8 +9,8 @@ from tests.fakes.model import FakeModel
 from tests.fakes.rows import RowTrainer
 from tests.test_session import assert_serves
 from weightsync.config import load_config
+from weightsync.reports import PushRequest
 from weightsync.session import Session
-from weightsync.spec import PushRequest
 
 SHAPES = FakeModel().shapes
 

@@ -20,8 +20,8 @@ from tests.fakes.model import FakeModel
 from tests.fakes.rows import RowTrainer
 from tests.test_session import assert_serves, engine
 from weightsync.config import load_config
+from weightsync.reports import PushRequest
 from weightsync.session import Session
-from weightsync.spec import PushRequest
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
 HERE, THERE, NAME = "10.213.7.1", "10.213.7.2", "node-b"

@@ -65,7 +65,7 @@ def test_a_sender_that_fills_is_told_nothing_of_replicas_on_other_nodes(cluster)
     one = cluster([HERE, B], stock(), replicated=list(SHAPES))
     one.push(1)
     one.assert_all_serve(1)
-    broadcast = one.session._routes["nccl"]._whole
+    broadcast = one.session._groundwork.routes["nccl"]._whole
     (group,) = broadcast._groups.values()
     assert broadcast._gather is None and group.fills and set(group._fill.segments) == {0}
 
@@ -100,7 +100,7 @@ def test_what_tp_ranks_need_alike_leaves_the_trainer_once(cluster):
     assert report.verified
     held = [model.norm for fake in one.engines for model in fake.models]
     assert all(torch.equal(norm, one.trainer.tensors["norm.weight"]) for norm in held)
-    groups = one.session._routes["nccl"]._exchanges
+    groups = one.session._groundwork.routes["nccl"]._exchanges
     sent = [groups[fake.url].sent_bytes for fake in one.engines]
     assert sent == [12_000, 12_000], "as much for two ranks as for one"
     links = link_bytes(groups[one.engines[0].url].shared, lambda c: 4 * c.box.size[0])

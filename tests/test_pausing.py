@@ -12,7 +12,8 @@ import pytest
 from tests.test_push import FakeWorkers, push, three
 from weightsync.consumers import Consumers, Marked
 from weightsync.errors import EngineLost, EngineRejected, TransferError, TransferTimeout
-from weightsync.push import EnginesGone, SourcesMoved
+from weightsync.groundwork import SourcesMoved
+from weightsync.push import EnginesGone
 from weightsync.readiness import Readiness
 from weightsync.rpc import Server
 

@@ -22,8 +22,10 @@ from weightsync.errors import (
 )
 from weightsync.fanout import Fanout
 from weightsync.fleet import Progress
-from weightsync.push import EnginesGone, Push, SourcesMoved
-from weightsync.spec import Box, EngineReport, Need, Published, Sealed, View
+from weightsync.groundwork import SourcesMoved
+from weightsync.push import EnginesGone, Push
+from weightsync.reports import EngineReport
+from weightsync.spec import Box, Need, Published, Sealed, View
 
 FINGERPRINT = 77
 

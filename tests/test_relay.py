@@ -113,5 +113,5 @@ def test_a_push_through_relays_is_verified(session_world, monkeypatch):  # noqa:
         assert report.verified
         for each in one.engines:
             assert_serves(each, one.tensors, step)
-    assert one.session._routes["shm"]._num_rounds[one.engines[1].url] > 1
+    assert one.session._groundwork.routes["shm"]._num_rounds[one.engines[1].url] > 1
     assert report.engines[0].seconds["relay"] > 0

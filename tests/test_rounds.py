@@ -138,7 +138,7 @@ def test_an_arena_smaller_than_the_model_is_filled_in_rounds_and_verified(world,
         assert report.verified
         for each in one.engines:
             assert_serves(each, one.tensors, step)
-    (export,) = one.session._exports.values()
+    (export,) = one.session._groundwork._exports.values()
     assert export.arena_bytes <= arena_bytes and max(export.rounds) >= 2 and export.num_parts == parts
     assert any("arena_bytes" in note and "rounds" in note for note in one.session.plan().notes)
 

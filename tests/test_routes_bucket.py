@@ -31,7 +31,7 @@ def world() -> Iterator[Callable[..., World]]:
 def test_after_a_timeout_the_next_push_takes_new_arenas_and_lets_go_of_the_old_ones(world):
     one = world(engine(receiver=False))
     one.push(1)
-    route = one.session._routes["bucket"]
+    route = one.session._groundwork.routes["bucket"]
     before = list(route._arenas)
     one.engines[0].misbehave(UPDATE, "slow", at=2, seconds=3.0)
     with pytest.raises((TransferTimeout, EngineLost)):
@@ -44,7 +44,7 @@ def test_after_a_timeout_the_next_push_takes_new_arenas_and_lets_go_of_the_old_o
 def test_a_refusal_costs_no_arenas(world):
     one = world(engine(receiver=False))
     one.push(1)
-    route = one.session._routes["bucket"]
+    route = one.session._groundwork.routes["bucket"]
     before = list(route._arenas)
     one.engines[0].misbehave(UPDATE, "400", at=2)
     with pytest.raises(EngineRejected):
@@ -57,7 +57,7 @@ def test_a_refusal_costs_no_arenas(world):
 def test_contexts_that_mapping_the_arenas_made_are_noted_once_they_are_mapped(world, monkeypatch):
     one = world(engine())
     one.push(1)
-    (link,), route, asked = one.session._links, one.session._routes["bucket"], []
+    (link,), route, asked = one.session._links, one.session._groundwork.routes["bucket"], []
 
     def contexts(deadline):
         asked.append(deadline)
@@ -78,7 +78,7 @@ def test_contexts_that_mapping_the_arenas_made_are_noted_once_they_are_mapped(wo
 def test_an_engine_that_does_not_say_which_contexts_it_has_costs_no_push(world, monkeypatch):
     one = world(engine(), engine(), timeout_s=30.0)
     one.push(1)
-    links, route = one.session._links, one.session._routes["bucket"]
+    links, route = one.session._links, one.session._groundwork.routes["bucket"]
     monkeypatch.setattr("weightsync.routes_bucket.PING_S", 0.3)
     monkeypatch.setattr("weightsync.routes.contexts_elsewhere", lambda own: ["a context of 645 MB on GPU GPU-a"])
     monkeypatch.setattr(links[0].receivers, "contexts", lambda deadline: time.sleep(deadline.remaining_s()) or [])

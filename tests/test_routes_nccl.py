@@ -24,7 +24,8 @@ from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferE
 from weightsync.fleet import EngineLink
 from weightsync.groups import together
 from weightsync.groups_exchange import ExchangeGroup
-from weightsync.spec import PushRequest, Segment, TensorSpec
+from weightsync.reports import PushRequest
+from weightsync.spec import Segment, TensorSpec
 from weightsync.transports.bucket import without_gaps
 from weightsync.transports.nccl_wire import Part
 from weightsync.transports.sender import Nursery, SenderProcess
@@ -110,7 +111,9 @@ def test_an_engine_that_refuses_a_bucket_without_taking_part_gets_no_other_in_it
     fake.groups.update = load
     with pytest.raises(EngineRejected, match="CUDA out of memory") as caught:
         one.push(2)
-    buckets = [[entry.tensor.name for entry in b.entries] for b in one.session._routes["nccl"]._whole._buckets]
+    buckets = [
+        [entry.tensor.name for entry in b.entries] for b in one.session._groundwork.routes["nccl"]._whole._buckets
+    ]
     assert f"bucket {buckets.index(asked[at - 1]) + 1} of {len(buckets)}: " in str(caught.value)
     assert len(asked) in (at, at + 1)
     held = served(fake)
@@ -164,7 +167,7 @@ def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines)
         one.push(step)
         for fake in one.engines:
             assert_serves(fake, one.tensors, step)
-    groups = one.session._routes["nccl"]._whole._groups.values()
+    groups = one.session._groundwork.routes["nccl"]._whole._groups.values()
     assert [group.fills for group in groups] == [engines == 1] * engines
     sent = [c.body for c in one.engines[0].calls if c.path == DISTRIBUTED]
     assert {body["load_format"] for body in sent if body["names"] != groups_broadcast.PROBE.names} == {None}
@@ -176,7 +179,7 @@ def test_the_first_bucket_is_no_larger_than_what_an_engine_has_to_wait_for(world
     one.push(1)
     one.push(2)
     assert_serves(one.engines[0], one.tensors, 2)
-    first, *rest = one.session._routes["nccl"]._whole._buckets
+    first, *rest = one.session._groundwork.routes["nccl"]._whole._buckets
     assert first.nbytes <= 512 < max(b.nbytes for b in rest)
     names = [entry.tensor.name for b in (first, *rest) for entry in b.entries]
     assert sorted(names) == sorted(one.tensors)
@@ -320,7 +323,7 @@ def test_sources_are_sealed_after_what_follows_a_broadcast(world, monkeypatch):
 def test_a_pause_that_fails_calls_off_what_its_sender_has_begun_with(world):
     one = world(stock())
     one.push(1)
-    fake, group = one.engines[0], one.session._routes["nccl"]._whole._groups[one.engines[0].url]
+    fake, group = one.engines[0], one.session._groundwork.routes["nccl"]._whole._groups[one.engines[0].url]
     fake.misbehave("/pause_generation", "500")
     before, old = len(fake.paths()), group._senders[0]
     with pytest.raises(WeightSyncError) as caught:
@@ -419,7 +422,7 @@ def test_groups_made_before_a_name_that_is_taken_are_made_again_and_not_forgotte
 def test_an_engine_that_refuses_its_group_is_untouched_and_serves_on(world):
     one = world(stock(), stock(2))
     one.push(1)
-    one.session._routes["nccl"]._whole._groups[one.engines[1].url].give_up()
+    one.session._groundwork.routes["nccl"]._whole._groups[one.engines[1].url].give_up()
     one.engines[1].misbehave(INIT, "400")
     with pytest.raises(
         EngineRejected, match=r"joining group weightsync-0 at 127\.0\.0\.1:\d+: .*told to refuse"
@@ -602,5 +605,5 @@ def test_an_engine_that_is_gone_is_said_at_once_and_not_at_the_deadline(world):
     one.engines[0].close()
     started = time.monotonic()
     with pytest.raises(EngineLost):
-        raise one.session._routes["nccl"].move([link], 2, Deadline(30, "test"))[0]
+        raise one.session._groundwork.routes["nccl"].move([link], 2, Deadline(30, "test"))[0]
     assert time.monotonic() - started < 5

@@ -28,8 +28,8 @@ from weightsync.errors import (
 )
 from weightsync.publisher import Publisher
 from weightsync.receivers import Receivers
+from weightsync.reports import PushRequest, SyncReport
 from weightsync.session import Session
-from weightsync.spec import PushRequest, SyncReport
 
 SHAPES = FakeModel().shapes
 
@@ -192,9 +192,9 @@ def test_an_engine_beside_the_trainer_is_paused_while_a_marked_step_is_published
 def test_a_trainer_whose_memory_moved_finds_no_engine_paused_while_it_is_mapped_anew(world, monkeypatch):
     one = world(engine())
     one.push(1)
-    replan, paused = one.session._replan, []
+    lay, paused = one.session._groundwork.lay, []
     monkeypatch.setattr(
-        one.session, "_replan", lambda deadline: (paused.append(one.engines[0].paused), replan(deadline))[1]
+        one.session._groundwork, "lay", lambda *args: (paused.append(one.engines[0].paused), lay(*args))[1]
     )
     one.publisher._offer.void()  # as memory that was freed without a word
     one.train(2)
@@ -393,7 +393,7 @@ BAD_REPLIES = ["500", "400", "200 false", "not json", "drop"]
 @pytest.mark.parametrize("how", BAD_REPLIES)
 def test_a_bad_reply_on_bucket_three_of_five_names_engine_bucket_and_fences(world, how):
     one = world(engine(receiver=False), verify="none", bucket_bytes=64)
-    total = len(one.session._routes["bucket"]._buckets)
+    total = len(one.session._groundwork.routes["bucket"]._buckets)
     assert total >= 4
     one.engines[0].misbehave(UPDATE, how, at=3)
     with pytest.raises(WeightSyncError) as caught:

@@ -16,8 +16,8 @@ from tests.fakes.engine import FakeEngine
 from weightsync.config import load_config
 from weightsync.errors import VerifyMismatch
 from weightsync.publisher import Publisher
+from weightsync.reports import PushRequest
 from weightsync.session import Session
-from weightsync.spec import PushRequest
 
 LAYERS, ROWS, COLUMNS = 3, 8, 4
 

@@ -19,7 +19,7 @@ from weightsync.config import EngineConfig
 from weightsync.consumers import Consumers
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.spec import PushRequest
+from weightsync.reports import PushRequest
 from weightsync.transports.sender import Nursery
 
 pytestmark = pytest.mark.timeout(120)
@@ -71,7 +71,7 @@ def test_receivers_have_unmapped_it_when_withdraw_returns_and_map_anew_at_the_ne
 def test_the_actor_has_unmapped_what_it_fills_buckets_from(world):
     one = world(engine(2), route="bucket", bucket_bytes=256)
     one.push(1)
-    route = one.session._routes["bucket"]
+    route = one.session._groundwork.routes["bucket"]
     assert route._mapped
     one.publisher.withdraw()
     assert not route._mapped and not route._pullers
@@ -153,7 +153,7 @@ def test_a_late_word_that_unmaps_what_was_mapped_anew_makes_the_next_push_map_ag
     kind = engine() if receiver else stock()
     one = world(kind, route=route, bucket_bytes=256, verify="fingerprint" if receiver else "none")
     one.push(1)
-    one.session._let_go(5.0)  # though the publisher's memory is where it was
+    one.session._groundwork.let_go(5.0)  # though the publisher's memory is where it was
     one.push(2)
     assert_serves(kind, one.tensors, 2)
 
@@ -191,7 +191,7 @@ def test_a_sender_that_fills_no_more_maps_the_arenas_alone(world, nursery):
 def test_many_ranks_that_withdraw_at_once_do_not_keep_an_engine_from_announcing_itself(world):
     one = world(engine())
     one.push(1)
-    with engine(2) as late, one.session._tenure.alone(Deadline(5, "test"), "test"):
+    with engine(2) as late, one.session._groundwork._tenure.alone(Deadline(5, "test"), "test"):
         telling = [threading.Thread(target=consumers_of(one).withdrawn, args=(3.0,)) for _ in range(4)]
         for thread in telling:
             thread.start()

@@ -16,7 +16,7 @@ from weightsync.errors import (
     VerifyMismatch,
     WeightSyncError,
 )
-from weightsync.spec import SyncReport
+from weightsync.reports import SyncReport
 from weightsync.sync import WeightSync, connect, launch
 
 __version__ = "0.1.0"

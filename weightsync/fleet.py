@@ -16,7 +16,8 @@ from weightsync.engines.sglang import SglangEngine
 from weightsync.errors import ConfigError, EngineLost, WeightSyncError
 from weightsync.inbox import Inbox
 from weightsync.receivers import PING_S, Receivers
-from weightsync.spec import EngineReport, Layout, TensorSpec
+from weightsync.reports import EngineReport
+from weightsync.spec import Layout, TensorSpec
 
 
 @dataclass

@@ -24,19 +24,16 @@ from weightsync.errors import TransferError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
 from weightsync.flushing import Flushing
+from weightsync.groundwork import SourcesMoved
 from weightsync.pausing import Pausing
 from weightsync.plan import Plan
+from weightsync.reports import EngineReport, SyncReport
 from weightsync.routes import Route
 from weightsync.settling import Settling
-from weightsync.spec import EngineReport, SyncReport
 from weightsync.verifying import Verification
 from weightsync.workers import Workers
 
 PHASES = ("publish", "pause", "begin", "move", "verify", "commit", "continue")
-
-
-class SourcesMoved(Exception):
-    """What a rank had exported is void (offloaded and back, a new allocation). Nothing moved, nobody stays paused."""
 
 
 class EnginesGone(Exception):

@@ -1,30 +1,26 @@
-"""The weight-sync actor's core: connects a trainer to its engines, keeps the plan, and pushes."""
+"""The weight-sync actor's core: connects a trainer to its engines, and pushes."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import msgspec
 
-from weightsync import collector
 from weightsync.config import Config, EngineConfig, check_peers
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, StaleVersion, TransferError, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink, lost
+from weightsync.groundwork import Groundwork, SourcesMoved
 from weightsync.inbox import Doorbell, Inbox
-from weightsync.plan import Plan, PlanSummary, build_plan, needed_dtypes, offered
-from weightsync.push import EnginesGone, Push, SourcesMoved
+from weightsync.plan import PlanSummary, offered
+from weightsync.push import EnginesGone, Push
 from weightsync.readiness import Readiness
-from weightsync.route_kinds import make_route
-from weightsync.routes import Route, refuse_rounds
+from weightsync.reports import PushRequest, Status, SyncReport
 from weightsync.rpc import Server
-from weightsync.spec import Export, Layout, PushRequest, Status, SyncReport, TensorSpec
-from weightsync.tenure import Tenure
+from weightsync.spec import TensorSpec
 from weightsync.workers import Workers
 
 MAX_REMAPS = 3
@@ -50,7 +46,6 @@ class Session:
         deadline = Deadline(config.connect_timeout_s, "connecting (connect_timeout_s)")
         self._config = config
         self._lock = threading.RLock()
-        self._tenure = Tenure()
         self._workers = _meet(config, trainer, deadline)
         self._readiness = Readiness(self._workers.descriptions.values())
         self._fanout = Fanout("engines")
@@ -58,15 +53,13 @@ class Session:
         workers = 4 + len(config.publishers)  # who withdraw all at once, and may wait
         doorbell = Doorbell(self._inbox, self._let_go, self._readiness.on_marked)
         self._server = Server(doorbell, host=config.bind_host, workers=workers)
+        self._groundwork = Groundwork(config, self._workers, self._fanout, reply=self._server.address)
         self._links: list[EngineLink] = []
-        self._routes: dict[str, Route] = {}
-        self._exports: dict[int, Export] = {}
-        self._plan: Plan
         self._step: int | None = None
         try:
             self._links = [EngineLink(e, config) for e in config.engines]
             self._fanout.all(lambda link: self._connect(link, deadline), self._links)
-            self._replan(deadline)
+            self._groundwork.lay(self._links, deadline)
         except BaseException:
             self.close()
             raise
@@ -75,12 +68,12 @@ class Session:
 
     def plan(self) -> PlanSummary:
         """What every push moves, by which route, and what is not covered."""
-        summary, routes = self._plan.summary(), {link.url: link.route for link in self._links}
+        summary, routes = self._groundwork.plan.summary(), {link.url: link.route for link in self._links}
         return msgspec.structs.replace(
             summary,
             route="+".join(sorted(set(routes.values()))),
             traffic=[msgspec.structs.replace(row, route=routes[row.engine]) for row in summary.traffic],
-            notes=[*summary.notes, *(note for link in self._links for note in link.notes), *self._export_notes()],
+            notes=[*summary.notes, *(note for link in self._links for note in link.notes), *self._groundwork.notes()],
         )
 
     def push(self, request: PushRequest) -> SyncReport:
@@ -115,7 +108,7 @@ class Session:
             try:
                 self._connect(link, deadline, hold=True)
                 self._links.append(link)
-                self._replan(deadline)
+                self._groundwork.lay(self._links, deadline)
             except BaseException:
                 self._links = [other for other in self._links if other is not link]
                 link.close()
@@ -131,7 +124,8 @@ class Session:
             self._links.remove(link)
             try:
                 if self._links:
-                    self._replan(Deadline(self._config.connect_timeout_s, f"removing engine {url}"))
+                    deadline = Deadline(self._config.connect_timeout_s, f"removing engine {url}")
+                    self._groundwork.lay(self._links, deadline)
             finally:
                 link.close()
 
@@ -148,16 +142,15 @@ class Session:
                 self._lock.release()
 
     def _close(self) -> None:
-        for route in self._routes.values():  # first: some tell the engines
-            route.close()
+        self._groundwork.close()  # first: some routes tell the engines
         for link in self._links:
             link.close()
         self._workers.close()
         self._server.close()
         self._fanout.close()
-        self._links, self._routes = [], {}
+        self._links = []
 
-    # -------------------------------------------------------------------------------------------------- planning
+    # ------------------------------------------------------------------------------------------------ connecting
 
     def _connect(self, link: EngineLink, deadline: Deadline, *, hold: bool = False) -> None:
         """Meet an engine; with ``hold`` it is paused first and stays so until a push has reached it."""
@@ -168,6 +161,9 @@ class Session:
         if link.info is not None and link.info.has_receiver:
             link.attach(self._inbox, self._server.address, list(self._offered().values()), deadline)
         self._check_same_node(link)
+
+    def _let_go(self, timeout_s: float) -> None:
+        self._groundwork.let_go(timeout_s)
 
     def _offered(self) -> dict[str, TensorSpec]:
         descriptions = [self._workers.descriptions[r] for r in self._workers.ranks]
@@ -180,73 +176,6 @@ class Session:
                 f"route {link.route} needs trainer and engine on one node, but they are on {sorted(hosts)}",
                 engine=link.url,
             )
-
-    @collector.paused()
-    def _replan(self, deadline: Deadline) -> str:
-        """Export what the engines need, plan, and prepare every route. Moves nothing. Says what took how long."""
-        with self._tenure.alone(deadline, "the trainer's memory is being unmapped"):
-            times = [time.perf_counter()]
-            for step in (self._export, self._make_plan, self._prepare):
-                step(deadline)
-                times.append(time.perf_counter())
-        took = [f"{b - a:.3f} s to {what}" for what, a, b in zip(("export", "plan", "map"), times, times[1:])]
-        return f"mapped anew: {', '.join(took)}"
-
-    def _export(self, deadline: Deadline) -> None:
-        workers, config = self._workers, self._config
-        own = {shard.tensor: shard.dtype for d in workers.descriptions.values() for shard in d.shards}
-        dtypes = own | needed_dtypes(self._layouts(), workers.rules, config.rename)
-        transport = "cuda_ipc" if any(workers.devices().values()) else "shm"
-        self._exports = workers.export(
-            dtypes, transport, deadline, arena_bytes=config.arena_bytes, reply=self._server.address
-        )
-
-    def _layouts(self) -> dict[str, list[Layout]]:
-        """By engine, what the ranks of those with a receiver need."""
-        return {link.url: link.layouts for link in self._links if link.layouts}
-
-    def _make_plan(self, deadline: Deadline) -> None:
-        workers, config = self._workers, self._config
-        self._plan = build_plan(
-            {r: e.shards for r, e in self._exports.items()},
-            workers.rules,
-            self._layouts(),
-            config=config,
-            source_devices=workers.devices(),
-            source_hosts=workers.hosts(),
-        )
-        if config.verify == "fingerprint":
-            self._plan.prepare_to_verify()
-
-    def _let_go(self, timeout_s: float) -> None:
-        """Have the trainer's memory unmapped everywhere: a rank is about to give it back. The next push maps anew."""
-        deadline = Deadline(timeout_s, "letting go of the trainer's memory")
-        with self._tenure.alone(deadline, "a push is under way"):
-            self._exports = {r: msgspec.structs.replace(e, generation=-1) for r, e in self._exports.items()}
-            self._fanout.all(lambda route: route.let_go(deadline), list(self._routes.values()))
-
-    @contextmanager
-    def _still_mapped(self, deadline: Deadline) -> Iterator[None]:
-        """Nobody unmaps anything meanwhile. SourcesMoved if somebody did before."""
-        with self._tenure.alone(deadline, "the trainer's memory is being unmapped"):
-            if not self._is_mapped():
-                raise SourcesMoved("it was withdrawn")
-            yield
-
-    def _is_mapped(self) -> bool:
-        """Whether nobody has said that the next push must map memory anew."""
-        return all(export.generation >= 0 for export in self._exports.values())
-
-    def _export_notes(self) -> list[str]:
-        return [f"training rank {rank}: {note}" for rank, e in self._exports.items() for note in e.notes]
-
-    def _prepare(self, deadline: Deadline) -> None:
-        refuse_rounds(self._links, self._exports)
-        for name in dict.fromkeys(link.route for link in self._links):
-            if name not in self._routes:
-                self._routes[name] = make_route(name, self._fanout, self._config, self._workers)
-            links = [link for link in self._links if link.route == name and link.state != "lost"]
-            self._routes[name].prepare(links, self._plan, self._exports, deadline)
 
     # --------------------------------------------------------------------------------------------------- pushing
 
@@ -271,7 +200,7 @@ class Session:
             except EnginesGone as found:
                 self._reconnect(found.links, deadline)
             except SourcesMoved:
-                remaps.append(self._replan(deadline))
+                remaps.append(self._groundwork.lay(self._links, deadline))
         raise TransferError(
             f"training memory moved during each of {MAX_REMAPS} attempts to map it for step {step}: call step_done "
             "only when the weights stay where they are until push returns",
@@ -284,13 +213,13 @@ class Session:
             config=self._config,
             workers=self._workers,
             links=[link for link in self._links if link.state != "lost"],
-            routes=self._routes,
-            plan=self._plan,
-            generations={rank: export.generation for rank, export in self._exports.items()},
+            routes=self._groundwork.routes,
+            plan=self._groundwork.plan,
+            generations=self._groundwork.generations(),
             fanout=self._fanout,
             deadline=deadline,
-            alone=partial(self._still_mapped, deadline),
-            may_pause_early=lambda link: self._is_mapped() and self._readiness.is_ready_beside(link, step),
+            alone=partial(self._groundwork.kept, deadline),
+            may_pause_early=lambda link: self._groundwork.is_there() and self._readiness.is_ready_beside(link, step),
         )
 
     def _reconnect(self, gone: list[EngineLink], deadline: Deadline) -> None:
@@ -307,7 +236,7 @@ class Session:
             failures[0].report = [msgspec.to_builtins(link.report()) for link in self._links]
             raise failures[0]
         if len(failures) < len(gone):
-            self._replan(deadline)
+            self._groundwork.lay(self._links, deadline)
 
     def _revive(self, link: EngineLink, deadline: Deadline) -> None:
         self._connect(link, deadline, hold=True)

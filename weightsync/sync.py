@@ -15,8 +15,8 @@ from weightsync.config import Config, EngineConfig, check_peers, load_config
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.plan import PlanSummary
+from weightsync.reports import PushRequest, Status, SyncReport
 from weightsync.rpc import Client
-from weightsync.spec import PushRequest, Status, SyncReport
 
 GRACE_S = 15.0
 

@@ -24,8 +24,8 @@ from weightsync.engines import Tensors
 from weightsync.engines import sglang as client_module
 from weightsync.errors import EngineRejected
 from weightsync.publisher import Publisher
+from weightsync.reports import PushRequest, SyncReport
 from weightsync.session import Session
-from weightsync.spec import PushRequest, SyncReport
 
 KIND = Kind("0.5.23")
 PROMPT = "The quick brown fox jumps over"

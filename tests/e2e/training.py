@@ -18,8 +18,8 @@ from weightsync import trainers
 from weightsync.config import load_config
 from weightsync.demo_model import DemoModel, weights
 from weightsync.publisher import Publisher
+from weightsync.reports import PushRequest, SyncReport
 from weightsync.session import Session
-from weightsync.spec import PushRequest, SyncReport
 
 WORLD_SIZE = 2
 

@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu_engine import GpuEngine
 from tests.gpu import real
 from weightsync.config import load_config
+from weightsync.reports import PushRequest
 from weightsync.session import Session
-from weightsync.spec import PushRequest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 

@@ -21,8 +21,8 @@ from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.fleet import EngineLink
 from weightsync.push import Push
+from weightsync.reports import PushRequest
 from weightsync.session import Session
-from weightsync.spec import PushRequest
 from weightsync.workers import Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]

@@ -24,8 +24,8 @@ from tests.gpu import owner
 from weightsync import devices
 from weightsync.config import load_config
 from weightsync.publisher import Publisher
+from weightsync.reports import PushRequest
 from weightsync.session import Session
-from weightsync.spec import PushRequest
 
 AS_SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang sets in its processes: members of a group that differ there do not connect."""
