@@ -40,8 +40,9 @@ class Row(Struct):
 
     ``floor_s`` is a plain copy of the same bytes out of the same trainer memory, measured in the same run; ``push_s``
     the wall time of whole pushes, publish to continue, stock ones with pause, flush and continue too and, if broadcast,
-    until the last byte has left; ``phases_s`` the median of each phase (of stock rows, ``move`` alone: the updates); ``stock_s`` the medians of ``push_s`` of the
-    stock rows of the same run, by name. A stock row's ``route`` is ``stock``.
+    until the last byte has left; ``phases_s`` the median of each phase (of stock rows, ``move`` alone: the updates);
+    ``stock_s`` the medians of ``push_s`` of the stock rows of the same run, by name. A stock row's ``route`` is
+    ``stock``.
     """
 
     name: str

@@ -171,7 +171,7 @@ def test_an_engine_whose_sender_is_killed_answers_and_is_healed(servers: Servers
     sync = session(trainer, url, verify="none")
     try:
         push(sync, trainer, 1, BOOT_SEED)
-        group = sync._routes["nccl"]._whole._groups[url]
+        group = sync._groundwork.routes["nccl"]._whole._groups[url]
         client, soon = group.link.client, Deadline(60.0, "test")
         client.pause("abort", soon)
         client.begin(soon)
@@ -193,12 +193,12 @@ def test_the_group_of_a_run_that_died_is_taken_down_by_the_next(servers: Servers
     url = servers.get(KIND).url
     dead = session(trainer, url, verify="none")
     push(dead, trainer, 1, BOOT_SEED)
-    dead._routes["nccl"]._nursery.close()  # as if the actor had been killed: nobody says goodbye
+    dead._groundwork.routes["nccl"]._nursery.close()  # as if the actor had been killed: nobody says goodbye
     living = session(trainer, url, verify="none")
     try:
         push(living, trainer, 2, OTHER_SEED)
         assert ask(url, PROMPT).tokens == said[OTHER_SEED]
     finally:
         living.close()
-        dead._routes["nccl"]._whole._groups[url]._joined = False  # the name is the living one's
+        dead._groundwork.routes["nccl"]._whole._groups[url]._joined = False  # the name is the living one's
         dead.close()

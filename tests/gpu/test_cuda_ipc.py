@@ -30,8 +30,8 @@ def view_of(memory: cuda_ipc.Memory, offset: int, shape: tuple[int, ...], dtype:
     return memory.tensor[offset : offset + nbytes].view(dtype).view(shape)
 
 
-def pulled(source: torch.Tensor) -> torch.Tensor:
-    target = torch.full_like(source, 77, device="cuda:0")
+def pulled(source: torch.Tensor, device: str = "cuda:0") -> torch.Tensor:
+    target = torch.full_like(source, 77, device=device)
     cuda_ipc.make_puller([(target, source)]).run()
     return target
 
@@ -161,6 +161,24 @@ def test_devices_are_found_by_uuid() -> None:
     assert devices.device_of(uuid) == torch.device("cuda", 0)
     assert devices.used_bytes(uuid) > 0
     assert isinstance(devices.processes(uuid), dict)
+
+
+def test_one_process_reads_a_segment_and_its_own_memory_on_both_gpus(remote: owner.Remote) -> None:
+    """As an actor does that relays to engines on several GPUs."""
+    remote.call("make", "both", (777, 513), "bfloat16")
+    segment, offset = remote.segment_of("both")
+    own = cuda_ipc.allocate(1 << 20, devices.uuid_of(0))
+    own.tensor.fill_(7)
+    torch.cuda.synchronize()
+    for device in range(torch.cuda.device_count()):
+        with torch.cuda.device(device):
+            memory, alias = cuda_ipc.open_segment(segment), cuda_ipc.open_segment(own.segment)
+            target = pulled(view_of(memory, offset, (777, 513), torch.bfloat16), f"cuda:{device}")
+            assert fingerprint(target.to("cuda:0"), (0, 0)) == remote.call("fingerprint", "both")
+            assert pulled(alias.tensor, f"cuda:{device}").eq(7).all()
+            alias.close()
+            memory.close()
+    own.close()
 
 
 def test_a_peer_is_mapped_through_the_consumers_own_gpu(remote: owner.Remote) -> None:

@@ -19,6 +19,7 @@ from weightsync.errors import TransferError
 HANDLE_BYTES = 64
 _BUFFER_ID, _IPC_CAPABLE, _MEMPOOL, _ORDINAL = 7, 10, 17, 9  # CUpointer_attribute
 _LAZY_PEER_ACCESS = 1
+_ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
 
 class _Handle(ctypes.Structure):
@@ -50,10 +51,10 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _call(name: str, *arguments: object) -> None:
+def _call(name: str, *arguments: object, accepted: int = 0) -> None:
     library = _library()
     status = getattr(library, name)(*arguments)
-    if status:
+    if status not in (0, accepted):
         text = ctypes.c_char_p()
         library.cuGetErrorString(status, ctypes.byref(text))
         raise TransferError(f"{name}: {(text.value or b'unknown error').decode()} (CUDA error {status})")
@@ -126,6 +127,17 @@ def open_handle(handle: bytes) -> int:
 
 def close_handle(address: int) -> None:
     _call("cuIpcCloseMemHandle", address)
+
+
+def enable_peer_access(index: int) -> None:
+    """Let kernels of the current device read this process's own memory on its device ``index``. Idempotent."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(device), index)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        _call("cuCtxEnablePeerAccess", context, 0, accepted=_ALREADY_ENABLED)
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", device)
 
 
 def has_context(index: int) -> bool:

@@ -1,8 +1,9 @@
 """GPU memory shared between processes of one node by raw CUDA IPC handles: 64 bytes of the driver, no pickles.
 
 A segment is one whole ``cudaMalloc`` allocation. Its handle is the same for every torch, each consumer process maps it
-once however many tensors lie in it, and devices are named by UUID. The owner exports in training workers and in the
-actor, the consumer maps in engines. A consumer maps a peer GPU's memory through its own device, if it sees that GPU.
+once through each device that reads it, however many tensors lie in it, and devices are named by UUID. The owner exports
+in training workers and in the actor; the consumer maps in engines, and in an actor that copies. It maps a peer GPU's
+memory through its own device, if it sees that GPU.
 
 What lies behind a mapped tensor changes when its owner writes; reading it is right after the owner has synchronised its
 stream. An owner must not free exported memory before its consumers have closed it.
@@ -79,9 +80,13 @@ class _Release:
                 cuda_driver.free(self.address)
 
 
+_Key = tuple[bytes, int]
+"""A handle, and the index of the device that it was mapped through: kernels of another one cannot read there."""
+
+
 @dataclass
 class _Mapping:
-    key: bytes
+    key: _Key
     address: int
     device: torch.device
     is_alias: bool
@@ -96,7 +101,7 @@ class _Process:
     pid: int = field(default_factory=os.getpid)
     lock: threading.RLock = field(default_factory=threading.RLock)
     exported: dict[tuple[int, int], Segment] = field(default_factory=dict)
-    mapped: dict[bytes, _Mapping] = field(default_factory=dict)
+    mapped: dict[_Key, _Mapping] = field(default_factory=dict)
 
 
 _process = _Process()
@@ -165,28 +170,32 @@ def _segment_at(base: int, device: torch.device) -> Segment:
 
 
 def open_segment(segment: Segment) -> Memory:
-    """Map a segment into this process, once however often it is opened; this process's own segments are aliased.
+    """Map a segment for this thread's current GPU, once however often it is opened; this process's own are aliased.
 
-    Memory of this thread's current GPU and of peers that this process sees can be mapped. Raises TransferError if the
-    GPU is masked from this process, no peer, or the owner is gone.
+    Memory of that GPU and of peers that this process sees can be mapped. Raises TransferError if the GPU is masked from
+    this process, no peer, or the owner is gone.
     """
     if segment.transport != NAME:
         raise TransferError(f"a segment of {segment.transport!r} opened as {NAME!r}")
     handle = msgspec.msgpack.decode(segment.handle, type=Handle)
     owner_device = devices.device_of(segment.device)
+    key = segment.handle, torch.cuda.current_device()
     with _process.lock:
-        mapping = _process.mapped.get(segment.handle) or _map(segment, handle, owner_device)
+        mapping = _process.mapped.get(key) or _map(segment, key, handle, owner_device)
         mapping.uses += 1
-        _process.mapped[segment.handle] = mapping
+        _process.mapped[key] = mapping
     return Memory(segment, mapping.address, _Release(mapping.device, mapping=mapping))
 
 
-def _map(segment: Segment, handle: Handle, owner_device: torch.device) -> _Mapping:
-    own = torch.device("cuda", torch.cuda.current_device())
-    if handle.owner == _process.token:
-        return _Mapping(segment.handle, handle.base, owner_device, is_alias=True)
+def _map(segment: Segment, key: _Key, handle: Handle, owner_device: torch.device) -> _Mapping:
+    own = torch.device("cuda", key[1])
     if own != owner_device and not torch.cuda.can_device_access_peer(own, owner_device):
         raise TransferError(f"GPU {devices.uuid_of(own)} has no peer access to {segment.device}: needs a relay")
+    if handle.owner == _process.token:
+        if own != owner_device:
+            with cuda_driver.on(owner_device), cuda_driver.on(own):
+                cuda_driver.enable_peer_access(owner_device.index)
+        return _Mapping(key, handle.base, owner_device, is_alias=True)
     with cuda_driver.on(own):
         try:
             address = cuda_driver.open_handle(handle.ipc)
@@ -197,7 +206,7 @@ def _map(segment: Segment, handle: Handle, owner_device: torch.device) -> _Mappi
             raise TransferError(
                 f"cannot map {segment.nbytes} bytes of process {handle.pid} on GPU {segment.device}: {e}{gone}"
             ) from e
-    return _Mapping(segment.handle, address, own, is_alias=False)
+    return _Mapping(key, address, own, is_alias=False)
 
 
 def _is_alive(pid: int) -> bool:
