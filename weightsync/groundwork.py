@@ -26,11 +26,11 @@ from weightsync.workers import Workers
 
 
 class SourcesMoved(Exception):
-    """What a rank had exported is void (offloaded and back, a new allocation). Nothing moved, nobody stays paused."""
+    """What a rank had exported is void: withdrawn, offloaded and back, a new allocation."""
 
 
 class Groundwork:
-    """Of one trainer. ``lay`` comes first. ``reply``: our own server, which ranks call before they give memory back."""
+    """Of one trainer. ``lay`` comes first. ``reply``: where ranks reach this actor before they give memory back."""
 
     def __init__(self, config: Config, workers: Workers, fanout: Fanout, *, reply: str) -> None:
         self.routes: dict[str, Route] = {}
@@ -44,12 +44,19 @@ class Groundwork:
 
     @collector.paused()
     def lay(self, links: list[EngineLink], deadline: Deadline) -> str:
-        """Export what ``links`` need, plan, and prepare every route. Moves nothing. Says what took how long."""
+        """Export what ``links`` need, plan, and prepare every route. Moves nothing. Says what took how long.
+
+        After a failure nothing is mapped: what is, is partly old and partly new.
+        """
         with self._tenure.alone(deadline, "the trainer's memory is being unmapped"):
             times = [time.perf_counter()]
-            for step in (self._export, self._make_plan, self._prepare):
-                step(links, deadline)
-                times.append(time.perf_counter())
+            try:
+                for step in (self._export, self._make_plan, self._prepare):
+                    step(links, deadline)
+                    times.append(time.perf_counter())
+            except BaseException:
+                self._void()
+                raise
         took = [f"{b - a:.3f} s to {what}" for what, a, b in zip(("export", "plan", "map"), times, times[1:])]
         return f"mapped anew: {', '.join(took)}"
 
@@ -57,18 +64,18 @@ class Groundwork:
         """Have the trainer's memory unmapped everywhere: a rank is about to give it back. The next push maps anew."""
         deadline = Deadline(timeout_s, "letting go of the trainer's memory")
         with self._tenure.alone(deadline, "a push is under way"):
-            self._exports = {r: msgspec.structs.replace(e, generation=-1) for r, e in self._exports.items()}
+            self._void()
             self._fanout.all(lambda route: route.let_go(deadline), list(self.routes.values()))
 
-    def is_there(self) -> bool:
-        """Whether nobody has said that the next push must map memory anew."""
-        return all(export.generation >= 0 for export in self._exports.values())
+    def is_mapped(self) -> bool:
+        """Whether a push can stand on it as it is, as far as this actor knows."""
+        return bool(self._exports) and all(export.generation >= 0 for export in self._exports.values())
 
     @contextmanager
     def kept(self, deadline: Deadline) -> Iterator[None]:
         """Nobody unmaps anything meanwhile. SourcesMoved if somebody did before."""
         with self._tenure.alone(deadline, "the trainer's memory is being unmapped"):
-            if not self.is_there():
+            if not self.is_mapped():
                 raise SourcesMoved("it was withdrawn")
             yield
 
@@ -85,6 +92,10 @@ class Groundwork:
         for route in self.routes.values():
             route.close()
         self.routes = {}
+
+    def _void(self) -> None:
+        """Have the next push map everything anew."""
+        self._exports = {r: msgspec.structs.replace(e, generation=-1) for r, e in self._exports.items()}
 
     def _export(self, links: list[EngineLink], deadline: Deadline) -> None:
         workers, config = self._workers, self._config

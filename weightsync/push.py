@@ -115,7 +115,10 @@ class Push:
         )
 
     def run(self) -> SyncReport:
-        """The main path. Raises a WeightSyncError whose ``report`` says what state each engine is in."""
+        """The main path. Raises a WeightSyncError whose ``report`` says what state each engine is in.
+
+        After SourcesMoved and EnginesGone nothing has moved, and nobody stays paused.
+        """
         started = time.perf_counter()
         for link in self._links:
             link.start_push(

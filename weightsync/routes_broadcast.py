@@ -110,7 +110,7 @@ class BroadcastRoute(BucketRoute):
     def move(self, links: list[EngineLink], step: int, deadline: Deadline) -> list[Outcome]:
         """Make the groups that are missing, all at once; then the buckets, to those whose group works."""
         if not self._arenas:
-            return [None for _ in links]
+            return super().move(links, step, deadline)
         opened = self._fanout.each(lambda link: self._open(link, deadline), links)
         ready = [link for link, outcome in zip(links, opened, strict=True) if outcome is None]
         moved = dict(zip([link.url for link in ready], super().move(ready, step, deadline), strict=True))

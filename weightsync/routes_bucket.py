@@ -51,6 +51,7 @@ class BucketRoute:
         self._stale: list[bucket.Arena | CudaArena | Memory] = []
         self._timed_out = False
         self._noted = False
+        self._is_prepared = False
         self._largest = 0
         self._planned: list[list[tuple[int, Copy]]] = []
         self._exports: dict[int, Export] = {}
@@ -70,6 +71,7 @@ class BucketRoute:
         self._exports = exports
         self._planned = self._copies(tensors, exports)
         self._make_arenas()
+        self._is_prepared = True
         note = f"{NOTE} {len(self._buckets)} of at most {self._largest} bytes, in {len(self._arenas)} arenas"
         for link in links:
             link.notes = [n for n in link.notes if not n.startswith(NOTE)] + [note]
@@ -106,6 +108,7 @@ class BucketRoute:
             self._fanout.each(lambda link: note_contexts(link, link is links[0], within), links)
 
     def _move(self, links: list[EngineLink], deadline: Deadline) -> list[Outcome]:
+        assert self._is_prepared, "without arenas every bucket would count as moved"
         outcomes: dict[str, Outcome] = dict.fromkeys((link.url for link in links), None)
         under_way: deque[list[tuple[EngineLink, Future]]] = deque()
         try:
@@ -130,6 +133,7 @@ class BucketRoute:
 
     def close(self) -> None:
         """Give arenas and mappings back. Idempotent."""
+        self._is_prepared = False
         self._pullers, self._buckets, self._planned = [], [], []
         for memory in [*self._mapped, *self._arenas, *self._stale]:
             memory.close()

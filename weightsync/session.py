@@ -72,7 +72,11 @@ class Session:
         return msgspec.structs.replace(
             summary,
             route="+".join(sorted(set(routes.values()))),
-            traffic=[msgspec.structs.replace(row, route=routes[row.engine]) for row in summary.traffic],
+            traffic=[
+                msgspec.structs.replace(row, route=routes[row.engine])
+                for row in summary.traffic
+                if row.engine in routes  # the plan may still have one that is gone
+            ],
             notes=[*summary.notes, *(note for link in self._links for note in link.notes), *self._groundwork.notes()],
         )
 
@@ -219,7 +223,7 @@ class Session:
             fanout=self._fanout,
             deadline=deadline,
             alone=partial(self._groundwork.kept, deadline),
-            may_pause_early=lambda link: self._groundwork.is_there() and self._readiness.is_ready_beside(link, step),
+            may_pause_early=lambda link: self._groundwork.is_mapped() and self._readiness.is_ready_beside(link, step),
         )
 
     def _reconnect(self, gone: list[EngineLink], deadline: Deadline) -> None:
