@@ -16,12 +16,12 @@ import msgspec
 from benchmarks import links, models, rows
 from benchmarks.actor import Actor, open_actor
 from benchmarks.in_flight import generate
-from benchmarks.rank_wire import Floor, FloorRequest, StockRequest, StockRuns, StockSetup, Times, Took
-from benchmarks.rows import STOCK, EngineRef, Row, Struct
+from benchmarks.rank_wire import Floor, FloorRequest
+from benchmarks.rows import EngineRef, Row, Struct
 from benchmarks.trainers import Trainers
 from weightsync.config import Config, EngineConfig, EnvConfig
 from weightsync.engines import PauseMode
-from weightsync.engines.local import LocalEngine, free_port
+from weightsync.engines.local import LocalEngine
 from weightsync.errors import WeightSyncError
 from weightsync.reports import SyncReport
 
@@ -140,34 +140,6 @@ class Bench:
         self.details[f"copies, {name}"] = [msgspec.to_builtins(f) for f in found]
         return min(f.num_bytes / f.best_s for f in found)
 
-    def stock(self, calls: Sequence[StockCalls], *, tokens: int = 0) -> None:
-        """SGLang's own calls; each failure is noted on its own. ``tokens``: as in ``push``, for distributed ones."""
-        port = free_port() if any(c.distributed for c in calls) else 0
-        setup = StockSetup(self.urls, self.subject.engine.tp, port)
-        if not self.attempt("stock setup", lambda: self.trainers.each("stock_setup", setup, timeout_s=CALL_TIMEOUT_S)):
-            return
-        for c in calls:
-            self.attempt(f"stock: {c.name}", lambda c=c: self._stock_calls(c, tokens if c.distributed else 0))
-        self.attempt("stock end", lambda: self.trainers.each("stock_close", timeout_s=CALL_TIMEOUT_S))
-
-    def _stock_calls(self, calls: StockCalls, tokens: int) -> None:
-        request = StockRequest(self.subject.dtype, calls.limit_bytes, calls.flattened, calls.distributed)
-        together = self._stock_runs(request, self.plan.n)
-        whole = [max(took.whole for took in one) for one in together]
-        updates = [max(took.calls for took in one) for one in together]
-        name = f"stock: {calls.name}"
-        self.add(name, STOCK, "none", whole, {"move": statistics.median(updates)})
-        self.details[name] = {"answered_s": statistics.median(max(took.answered for took in one) for one in together)}
-        if tokens:
-            followed = self._stock_runs(msgspec.structs.replace(request, with_token=True), tokens)
-            self.details[name]["token_s"] = statistics.median(max(took.token for took in one) for one in followed)
-
-    def _stock_runs(self, request: StockRequest, n: int) -> list[tuple[Took, ...]]:
-        """By repetition, what it took each engine."""
-        runs = StockRuns(request, n, self.plan.stock_budget_s)
-        times = self.trainers.each("stock", runs, returns=Times, timeout_s=CALL_TIMEOUT_S)
-        return list(zip(*(t.pushes for t in times if t.pushes), strict=True))
-
     def push(
         self,
         setting: Setting,
@@ -184,24 +156,32 @@ class Bench:
         started = time.perf_counter()
         actor = self.open(setting)
         connected_s = time.perf_counter() - started
+        name = setting.name + (f", {label}" if label else "")
         try:
             with beside or nullcontext():
                 first, reports, seconds = self._pushes(actor, min(self.plan.n, at_most))
-            told = self._pushes(actor, tokens, then=lambda: generate(self.urls[0], 1))[2] if tokens else []
+            assert all(r.verified for r in reports) or setting.verify == "none", reports[-1].notes
+            phases = rows.median_phases(r.seconds for r in reports)
+            self.add(name, reports[-1].route, setting.verify, seconds, phases)
+            self.details[name] = self._details(connected_s, first, reports)
+            if tokens:
+                self.attempt(f"{name}, first token", lambda: self._tokens(actor, name, tokens))
         finally:
             actor.close()
-        name = setting.name + (f", {label}" if label else "")
-        assert all(r.verified for r in reports) or setting.verify == "none", reports[-1].notes
-        phases = rows.median_phases(r.seconds for r in reports)
-        self.add(name, reports[-1].route, setting.verify, seconds, phases)
-        self.details[name] = {
+
+    def _details(self, connected_s: float, first: SyncReport, reports: Sequence[SyncReport]) -> dict[str, Any]:
+        return {
             "notes": reports[-1].notes,
             "connect_s": connected_s,
             "first_push_s": first.seconds,
             "pushes_s": [r.seconds | {f"trainer {k}": s for k, s in r.trainer_seconds.items()} for r in reports],
             "engine_s": [median_seconds([r.engines[i].seconds for r in reports]) for i in range(len(self.urls))],
             "moved_bytes": reports[-1].num_bytes,
-        } | ({"token_s": statistics.median(told)} if told else {})
+        }
+
+    def _tokens(self, actor: Actor, name: str, n: int) -> None:
+        told = self._pushes(actor, n, then=lambda: generate(self.urls[0], 1))[2]
+        self.details[name]["token_s"] = msgspec.to_builtins(rows.stats(told))
 
     def open(self, setting: Setting) -> Actor:
         """An actor that pushes as ``setting`` says."""

@@ -97,8 +97,8 @@ class StockSetup(Struct):
 class Took(Struct):
     """Seconds of one stock push: ``whole`` with pause, flush and continue, ``calls`` of its update calls alone.
 
-    Both until the last byte has left, too, where the sender can tell; ``answered``: whole, until the last answer;
-    ``token``: until the engine has also answered a request for one token, if one was to follow.
+    Both until the last byte has left, too, if it was broadcast; then ``answered`` is whole, but until the last answer,
+    and ``token`` until the engine has also answered a request for one token, if one was to follow.
     """
 
     whole: float = 0.0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import models, sleep_cycle
+from benchmarks import models, sleep_cycle, stock_bench
 from benchmarks.bench import Bench, Plan, Setting, Subject
 from benchmarks.gpu_engine import GpuEngine
 from benchmarks.in_flight import Requests
@@ -105,7 +105,7 @@ def _measure(bench: Bench, scenario: Scenario) -> None:
             busy = msgspec.structs.replace(scenario.settings[0], pause=pause)
             bench.attempt(f"{busy.name}, requests in flight", lambda s=busy: _push_busy(bench, s, scenario))
     if scenario.stock:
-        bench.stock(scenario.stock, tokens=scenario.tokens)
+        stock_bench.measure(bench, scenario.stock, tokens=scenario.tokens)
 
 
 def _push_busy(bench: Bench, setting: Setting, scenario: Scenario) -> None:

@@ -178,8 +178,7 @@ def push(engine: Engine | None, tensors: Iterable[Named], request: StockRequest,
     engine.end()
     updated = time.perf_counter()
     engine.resume()
-    resumed = time.perf_counter()
-    return Took(resumed - started, updated - paused, resumed - started)
+    return Took(time.perf_counter() - started, updated - paused)
 
 
 def _content(chunk: list[Named], flattened: bool) -> tuple[object, str | None]:

@@ -29,6 +29,7 @@ class Group:
 
     def __init__(self, engine: Engine, *, backend: str, port: int) -> None:
         self._engine = engine
+        self._on_gpu = backend == "nccl"
         size = 1 + engine.tp_size
         where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size}
         body = {**where, "group_name": NAME, "backend": backend}
@@ -45,11 +46,11 @@ class Group:
         """One push. The engine answers when its part of a broadcast is queued: the bytes may come long after that."""
         started = time.perf_counter()
         self._engine.pause()
-        paused, clock = time.perf_counter(), _Clock()
+        paused, clock = time.perf_counter(), _Clock(self._on_gpu)
         self._engine.begin()
         for chunk in chunks(tensors, request.limit_bytes):
             self._send(chunk, request.flattened)
-        clock.stop()
+        clock.mark()
         self._engine.end()
         updated = time.perf_counter()
         self._engine.resume()
@@ -85,23 +86,25 @@ class Group:
 
 
 class _Clock:
-    """From here until this process's GPU has done all that was queued before ``stop``; 0 s without one."""
+    """How long, from now on, the current stream of this process's GPU takes; always 0 s if not ``on_gpu``."""
 
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-        self.stop()
+    def __init__(self, on_gpu: bool) -> None:
+        self._marks: list[torch.cuda.Event] = []
+        self._on_gpu = on_gpu
+        self.mark()
 
-    def stop(self) -> None:
-        if torch.cuda.is_available():
-            self._events.append(torch.cuda.Event(enable_timing=True))
-            self._events[-1].record()
+    def mark(self) -> None:
+        """What was queued before counts."""
+        if self._on_gpu:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
 
     def seconds(self) -> float:
-        """Waits for that."""
-        if not self._events:
+        """Until the last mark; waits for that."""
+        if not self._marks:
             return 0.0
-        self._events[-1].synchronize()
-        return self._events[0].elapsed_time(self._events[-1]) / 1e3
+        self._marks[-1].synchronize()
+        return self._marks[0].elapsed_time(self._marks[-1]) / 1e3
 
 
 class _Call:

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import stock
+from benchmarks import stock, stock_group
+from benchmarks.rank_wire import StockRequest
 
 ALLOWED = ("torch.", "collections.", "types.SimpleNamespace", "builtins.", "multiprocessing.")
 
@@ -139,3 +140,36 @@ def test_every_engine_rank_gets_one_payload(monkeypatch, ranks, tp_size, counts)
 
 def test_the_sender_needs_no_sglang():
     assert "sglang" not in sys.modules
+
+
+class Answering:
+    """An engine that answers everything at once. ``calls``: what it was asked."""
+
+    url = "http://engine"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str):
+        return lambda: self.calls.append(name)
+
+
+@pytest.mark.parametrize("left_s", [0.0, 5.0])
+def test_a_broadcast_push_is_over_with_the_last_answer_and_the_last_byte(monkeypatch, left_s):
+    group = object.__new__(stock_group.Group)
+    group._engine, group._on_gpu, sent = Answering(), False, []
+    monkeypatch.setattr(group, "_send", lambda chunk, flattened: sent.append([name for name, _ in chunk]))
+    monkeypatch.setattr(stock_group._Clock, "seconds", lambda self: left_s)
+    monkeypatch.setattr(stock_group, "generate", lambda url, count: group._engine.calls.append(f"{count} of {url}"))
+    took = group.push(tensors(8, 4), StockRequest("float32", -1, flattened=False, distributed=True, with_token=True))
+    assert sent == [["t0", "t1"]]
+    assert group._engine.calls == ["pause", "begin", "end", "resume", "1 of http://engine"]
+    assert 0 < took.answered < took.token < 1
+    assert took.whole == took.answered if not left_s else took.whole > 5
+    assert took.calls == pytest.approx(left_s, abs=0.5) and took.calls <= took.whole
+
+
+def test_without_a_gpu_the_clock_stands_still():
+    clock = stock_group._Clock(on_gpu=False)
+    clock.mark()
+    assert clock.seconds() == 0.0
