@@ -202,10 +202,23 @@ def test_a_node_actor_that_is_not_there_is_named(cluster):
 
 def test_a_node_actor_with_another_nccl_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(routes_nccl, "nccl_version", lambda: "2.28.9")
-    info = SimpleNamespace(device="cuda", nccl="2.28.9")
-    link = SimpleNamespace(info=info, layouts=[], url="http://e")
+    info = SimpleNamespace(device="cuda", nccl="2.28.9", version="0.5.12")
+    link = SimpleNamespace(info=info, layouts=[], url="http://e", notes=[])
     check_fits(link, {}, {B: "2.28.9"})
     with pytest.raises(ConfigError, match=r"engine has NCCL 2\.28\.9 and the node actor of node-b NCCL 2\.30\.7"):
+        check_fits(link, {}, {B: "2.30.7"})
+    assert link.notes == []
+
+
+def test_an_engine_whose_nccl_nobody_knows_is_taken_to_have_ours_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(routes_nccl, "nccl_version", lambda: "2.28.9")
+    info = SimpleNamespace(device="cuda", nccl="", version="0.7.0")
+    link = SimpleNamespace(info=info, layouts=[], url="http://e", notes=["route nccl: as configured"])
+    for _ in range(2):
+        check_fits(link, {}, {B: "2.28.9"})
+    (note,) = link.notes[1:]
+    assert note.startswith("http://e: which NCCL SGLang 0.7.0 has is not known, 2.28.9 is assumed")
+    with pytest.raises(ConfigError, match="node actor of node-b NCCL 2"):
         check_fits(link, {}, {B: "2.30.7"})
 
 

@@ -95,13 +95,14 @@ def plan(
     topology: Annotated[
         Path | None, typer.Option(help="A made-up cluster in YAML: what a push would cost on it, link by link.")
     ] = None,
+    links: Annotated[int, typer.Option(min=1, help="With --topology: so many links of each row, busiest first.")] = 3,
 ) -> None:
     """Show what a push would move, by which route, and what is not covered. Moves nothing."""
     if topology is not None:
         from weightsync import topology as topologies
 
         with errors_end_it():
-            print(topologies.explain(topologies.load_topology(topology)), end="")
+            print(topologies.explain(topologies.load_topology(topology), links=links), end="")
         return
     with errors_end_it(), _session(config, publishers, connect) as sync:
         print(sync.plan().explain())

@@ -40,16 +40,22 @@ class RenameConfig(Struct):
 
 
 class EngineConfig(Struct):
-    """One engine. ``api_key`` and ``admin_api_key`` are SGLang's options of those names, if it was given them."""
+    """One engine. ``api_key`` and ``admin_api_key`` are SGLang's options of those names, if it was given them.
+
+    For route ``nccl``, where it is not what its SGLang comes with and sets, and no receiver is there to say so:
+    ``nccl``, its NCCL version, and ``nccl_variables``, of the variables that members of a group must agree on.
+    """
 
     url: str
     api_key: str = ""
     admin_api_key: str = ""
+    nccl: str = ""
+    nccl_variables: dict[str, str] = {}
 
     def __repr__(self) -> str:
         keys = {"api_key": self.api_key, "admin_api_key": self.admin_api_key}
         shown = ", ".join(f"{name}={'<hidden>' if key else ''!r}" for name, key in keys.items())
-        return f"EngineConfig(url={self.url!r}, {shown})"
+        return f"EngineConfig(url={self.url!r}, {shown}, nccl={self.nccl!r}, nccl_variables={self.nccl_variables!r})"
 
 
 class PlacementConfig(Struct):

@@ -47,6 +47,7 @@ class EngineLink:
 
     def __init__(self, engine: EngineConfig, config: Config) -> None:
         self.url = engine.url.rstrip("/")
+        self._engine = engine
         self._config = config
         self.client: Engine = SglangEngine(
             self.url, api_key=engine.api_key, admin_api_key=engine.admin_api_key, config=config
@@ -66,7 +67,7 @@ class EngineLink:
 
     def connect(self, deadline: Deadline) -> None:
         """Ask the engine what it is; refuses by name what is not supported. Nothing in it changes."""
-        self.info = self.client.connect(deadline)
+        self.info = self.client.connect(deadline).corrected({}, self._engine)
         self.version = self.info.weight_version
         self.route, note = self._choose_route()
         self.notes = [f"{self.url}: {note}"]
@@ -74,6 +75,8 @@ class EngineLink:
     def attach(self, inbox: Inbox, reply: str, tensors: list[TensorSpec], deadline: Deadline) -> None:
         """Have every TP rank trace its needs and open its own channel to us."""
         self.receivers.attach(inbox, reply, tensors, self.tp_size, deadline)
+        assert self.info is not None, "connect first"
+        self.info = self.info.corrected(self.layouts[0].versions if self.layouts else {}, self._engine)
 
     def install(self, plan_id: str, installs: list[wire.Install], deadline: Deadline) -> None:
         """Give every TP rank its part of the plan; it maps the trainer's memory."""

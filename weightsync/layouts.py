@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import torch
@@ -12,6 +13,9 @@ from weightsync.receiver_wire import BOOT_ID
 from weightsync.spec import Layout, Param
 from weightsync.trace import Trace
 from weightsync.versions import library_versions
+
+AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+"""Members of an NCCL group in which these differ wait for each other for ever."""
 
 
 def constants_of(live: LiveWeights, traced: Trace) -> list[str]:
@@ -39,6 +43,6 @@ def layout_of(live: LiveWeights, traced: Trace, *, rank: int, device: torch.devi
         derived=traced.derived,
         opaque=traced.opaque,
         ignored=traced.ignored,
-        versions=library_versions(),
+        versions=library_versions() | {name: os.environ[name] for name in AGREED if name in os.environ},
         visible=visible_uuids() if device.type == "cuda" else [],
     )

@@ -24,6 +24,8 @@ from weightsync.transports.nccl_versions import check_same_nccl, nccl_version
 from weightsync.transports.sender import Nursery
 from weightsync.workers import Workers
 
+UNKNOWN = "{url}: which NCCL SGLang {version} has is not known, {ours} is assumed; the engine's `nccl` may say it"
+
 
 class NcclRoute:
     """Both kinds of engines. What a receiver's trace could not follow goes ahead, by broadcast, as in other routes."""
@@ -138,7 +140,7 @@ class NcclRoute:
 def check_fits(link: EngineLink, devices: dict[int, str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raise ConfigError if this engine cannot be in a group with us: another NCCL, or a GPU that a sender is on.
 
-    ``elsewhere``: by host of a node actor, its NCCL.
+    ``elsewhere``: by host of a node actor, its NCCL. A note says so if the engine's is not known.
     """
     assert link.info is not None, "connect first"
     if link.info.device == "cpu":
@@ -150,7 +152,9 @@ def check_fits(link: EngineLink, devices: dict[int, str], elsewhere: Mapping[str
                 "member a GPU; use route direct or bucket",
                 engine=link.url,
             )
-    said = next((v for layout in link.layouts if (v := layout.versions.get("nccl"))), link.info.nccl)
-    check_same_nccl(said, nccl_version(), url=link.url)
+    ours, theirs = nccl_version(), link.info.nccl
+    if not theirs and (note := UNKNOWN.format(url=link.url, version=link.info.version, ours=ours)) not in link.notes:
+        link.notes.append(note)
+    check_same_nccl(theirs or ours, ours, url=link.url)
     for host, version in elsewhere.items():
-        check_same_nccl(said, version, url=link.url, whose=f"the node actor of {host}")
+        check_same_nccl(theirs or ours, version, url=link.url, whose=f"the node actor of {host}")

@@ -192,6 +192,7 @@ class Layout(Struct):
     ``opaque`` maps a parameter's name to why the trace could not follow it; ``ignored`` lists tensors offered that the
     loader did nothing with; ``constants`` names params that no push writes (rotary caches), ``derived`` those that
     ``post_load_weights`` computes. ``device`` is the rank's GPU and ``visible`` all that its process sees, by UUID.
+    ``versions``: of libraries, and what its environment says of NCCL.
     """
 
     rank: int

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from tests.senders import broadcast, receive
 from weightsync.boxes import dense_strides, volume
+from weightsync.config import EngineConfig
 from weightsync.deadline import Deadline
+from weightsync.engines import EngineInfo
 from weightsync.engines.sglang_nccl import nccl_of, nccl_variables
 from weightsync.errors import ConfigError, TransferError, TransferTimeout
 from weightsync.spec import Box, Copy, Shard, TensorSpec, View
@@ -172,11 +174,17 @@ def test_senders_end_with_their_nursery():
     sender.kill()
 
 
-def test_a_sender_has_the_engines_settings(nursery):
-    sender = nursery.start("", {"NCCL_CUMEM_ENABLE": "0", "PATH": "/nowhere"}, soon())
-    settings = sender.call("settings", deadline=soon())
-    assert settings["NCCL_CUMEM_ENABLE"] == "0" and "PATH" not in settings
-    sender.kill()
+def test_a_sender_has_the_engines_settings_whatever_those_of_its_actor_are(monkeypatch):
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    nursery = Nursery()
+    try:
+        sender = nursery.start("", {"NCCL_CUMEM_ENABLE": "0"}, soon())
+        settings = sender.call("settings", deadline=soon())
+        assert (settings["NCCL_CUMEM_ENABLE"], settings["NCCL_SOCKET_IFNAME"]) == ("0", "lo")
+        sender.kill()
+    finally:
+        nursery.close()
 
 
 def test_an_unknown_gpu_is_an_error_and_not_a_wait(nursery):
@@ -198,6 +206,21 @@ def test_versions_must_be_equal_and_both_are_named():
 )
 def test_what_an_sglang_is_installed_with(version, expected):
     assert nccl_of(version) == expected
+
+
+def test_what_receivers_say_of_an_engine_goes_before_what_is_known_of_its_sglang_and_the_configuration_before_both():
+    url = {"url": "http://e"}
+    said_by_server = {"nccl": nccl_of((0, 5, 12)), "nccl_variables": nccl_variables({})}
+    rest = {"model_path": "", "architecture": "", "weight_version": "", "has_receiver": True}
+    info = EngineInfo(**url, version="0.5.12", generation="plain", tp_size=1, device="cuda", **rest, **said_by_server)
+    assert info.corrected({}, EngineConfig(**url)) == info
+    told = info.corrected({"nccl": "2.28.3", "NCCL_CUMEM_ENABLE": "1", "torch": "2.9"}, EngineConfig(**url))
+    assert told.nccl == "2.28.3"
+    assert told.nccl_variables == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    configured = EngineConfig(**url, nccl="2.30.7", nccl_variables={"NCCL_CUMEM_ENABLE": "0", "NCCL_ALGO": "Ring"})
+    said = told.corrected({"nccl": "2.28.3", "NCCL_CUMEM_ENABLE": "1"}, configured)
+    assert said.nccl == "2.30.7"
+    assert said.nccl_variables == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}
 
 
 def test_variables_follow_what_the_engine_sets():

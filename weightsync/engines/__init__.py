@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
 import msgspec
 
+from weightsync.config import EngineConfig
 from weightsync.deadline import Deadline
 
 RECEIVER_LOADER = "weightsync.receiver.load"
@@ -19,7 +20,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     ``generation``: ``plain`` takes weight updates at any time, ``session`` only between begin and end. ``tp_size``
     counts data-parallel-attention and expert-parallel ranks: it is how many payloads an update carries. ``device`` is
     the engine's word for it (``cpu``, ``cuda``). ``has_receiver``: our receiver was named as custom loader. ``nccl``:
-    the version that it is installed with ("": not known), ``nccl_variables`` what members of a group must agree on.
+    its version ("": not known), ``nccl_variables`` what members of a group must agree on: as its SGLang comes with
+    them, until it is ``corrected``.
     """
 
     url: str
@@ -35,6 +37,15 @@ class EngineInfo(msgspec.Struct, frozen=True):
     memory_saver: bool = False
     nccl: str = ""
     nccl_variables: dict[str, str] = {}
+
+    def corrected(self, told: Mapping[str, str], configured: EngineConfig) -> EngineInfo:
+        """With what its receivers have ``told`` of its NCCL (``Layout.versions``), and with what is ``configured``."""
+        of_it = {name: told[name] for name in self.nccl_variables if name in told} | configured.nccl_variables
+        return msgspec.structs.replace(
+            self,
+            nccl=configured.nccl or told.get("nccl") or self.nccl,
+            nccl_variables=self.nccl_variables | of_it,
+        )
 
 
 class GroupSpec(msgspec.Struct, frozen=True):

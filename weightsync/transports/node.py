@@ -27,7 +27,7 @@ _ASK_S = 5.0
 
 
 class StartSender(Struct):
-    """Start a sender for ``session`` on a GPU ("": host memory), with variables that are not set there yet."""
+    """Start a sender for ``session`` on a GPU ("": host memory), with ``variables`` set there."""
 
     session: str
     device: str

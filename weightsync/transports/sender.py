@@ -43,7 +43,7 @@ class Nursery:
         )
 
     def start(self, device: str, variables: Mapping[str, str], deadline: Deadline) -> SenderProcess:
-        """A new sender on a GPU ("": in host memory). ``variables`` are those that its environment does not set yet.
+        """A new sender on a GPU ("": in host memory). ``variables`` are set there, whatever the actor's are.
 
         Raises TransferError if the nursery or the sender ended, TransferTimeout if it is not up in time.
         """
@@ -138,7 +138,7 @@ def _become_sender(device: str, variables: dict[str, str], host: str) -> None:
         _die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.environ.update({k: v for k, v in variables.items() if k not in os.environ})
+        os.environ.update(variables)
         server = _serve(device, host)
         _reply({"pid": os.getpid(), "address": server.address})
         threading.Event().wait()
