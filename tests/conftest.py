@@ -32,17 +32,27 @@ def nursery() -> Iterator[Nursery]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; left out (not skipped) where there is none")
+    config.addinivalue_line("markers", "two_gpus: needs two of them; left out where there is one")
     config.addinivalue_line("markers", "netns: makes network namespaces; left out where this user may not")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    missing = [] if shutil.which("nvidia-smi") else ["gpu"]
+    missing = ["gpu", "two_gpus"][_num_gpus() :]
     if any(item.get_closest_marker("netns") for item in items) and not _may_make_namespaces():
         missing.append("netns")
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in missing)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def _num_gpus() -> int:
+    """That tests may use; 0 without a driver, where torch need not be there either."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _may_make_namespaces() -> bool:

@@ -6,6 +6,7 @@ slices and were verified. The second engine is a fake that joins the same groups
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.fakes.engine import FakeEngine
+from tests.fakes.rows import RowTrainer
 from tests.servers import BOOT_SEED, Kind, Servers, ask
 from weightsync import routes_broadcast
 from weightsync.config import load_config
@@ -23,7 +25,6 @@ from weightsync.demo_model import DemoModel, shapes, weights
 from weightsync.engines import Tensors
 from weightsync.engines import sglang as client_module
 from weightsync.errors import EngineRejected
-from weightsync.publisher import Publisher
 from weightsync.reports import PushRequest, SyncReport
 from weightsync.session import Session
 
@@ -62,24 +63,15 @@ class Keeper(nn.Module):
 
 
 class Trainer:
-    """Two ranks that hold the same tensors, as replicas do."""
+    """Two ranks that hold half the rows of every tensor each."""
 
     def __init__(self) -> None:
-        self.tensors = [
-            {name: torch.from_numpy(value.copy()) for name, value in weights(KIND.model, seed=BOOT_SEED).items()}
-            for _ in range(2)
-        ]
-        self.publishers = [Publisher(t, rank=rank, world_size=2) for rank, t in enumerate(self.tensors)]
+        self._rows = RowTrainer(shapes(KIND.model), [socket.gethostname()] * 2)
+        self.addresses, self.close = self._rows.addresses, self._rows.close
 
     def train(self, step: int, seed: int) -> None:
-        for tensors, publisher in zip(self.tensors, self.publishers, strict=True):
-            for name, value in weights(KIND.model, seed=seed).items():
-                tensors[name].copy_(torch.from_numpy(value))
-            publisher.step_done(step)
-
-    def close(self) -> None:
-        for publisher in self.publishers:
-            publisher.close()
+        made = weights(KIND.model, seed=seed)
+        self._rows.train(step, {name: torch.from_numpy(value) for name, value in made.items()})
 
 
 @pytest.fixture
@@ -102,7 +94,7 @@ def session(trainer: Trainer, *urls: str, **config) -> Session:
         "route": "nccl",
         "bucket_bytes": 300_000,
         "engines": [{"url": url} for url in urls],
-        "publishers": [p.address for p in trainer.publishers],
+        "publishers": trainer.addresses,
     }
     return Session(load_config(settings | config), trainer="dtensor_v2")
 

@@ -88,11 +88,11 @@ class RowTrainer:
     def addresses(self) -> list[str]:
         return [server.address for server in self.servers]
 
-    def train(self, step: int) -> None:
-        """New weights, marked as those of ``step``."""
+    def train(self, step: int, values: Mapping[str, torch.Tensor] | None = None) -> None:
+        """New weights, ``values`` or random ones, marked as those of ``step``."""
         generator = torch.Generator().manual_seed(step)
-        for tensor in self.tensors.values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        for name, tensor in self.tensors.items():
+            tensor.copy_(values[name] if values else torch.randn(tensor.shape, generator=generator))
         for reader, offer in zip(self._readers, self.offers, strict=True):
             for held in reader.read():
                 rows = slice(held.offset[0], held.offset[0] + held.tensor.shape[0])

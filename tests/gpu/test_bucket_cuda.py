@@ -111,9 +111,8 @@ def test_a_bucket_takes_a_part_of_what_is_free() -> None:
     assert limit_bytes(uuid) <= max(bucket_cuda.LEAST_BYTES, free // 4)
 
 
+@pytest.mark.two_gpus
 def test_a_gpu_that_is_masked_from_the_engine_is_the_engines_death_so_it_is_asked_by_uuid(arena: CudaArena) -> None:
-    if torch.cuda.device_count() < 2:
-        return
     payload, expected = filled(arena, 3)
     with owner.started(Consumer, CUDA_VISIBLE_DEVICES="1,0") as permuted:
         assert permuted.call("sums", payload) == expected

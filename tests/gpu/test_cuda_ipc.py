@@ -181,10 +181,8 @@ def test_one_process_reads_a_segment_and_its_own_memory_on_both_gpus(remote: own
     own.close()
 
 
+@pytest.mark.two_gpus
 def test_a_peer_is_mapped_through_the_consumers_own_gpu(remote: owner.Remote) -> None:
-    if torch.cuda.device_count() < 2:
-        assert devices.visible_uuids() == [devices.uuid_of(0)]
-        return
     before = devices.contexts_here()
     remote.call("make", "p", (777, 513), "bfloat16", 1)
     segment, offset = remote.segment_of("p")

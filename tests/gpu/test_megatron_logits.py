@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import torch
 
 from tests.megatron_rig import DENSE, MIXTURE, TOKENS, Rig
 
@@ -45,8 +44,7 @@ def test_what_was_pushed_gives_the_trainers_logits(shape: str, dtype: str) -> No
     check(shape, dtype, ["cuda:0"], {})
 
 
-if torch.cuda.device_count() > 1:
-
-    @pytest.mark.parametrize(("shape", "parallel"), [("dense", {"tp": 2}), ("mixture", {"ep": 2})])
-    def test_from_two_gpus_too(shape: str, parallel: dict[str, int]) -> None:
-        check(shape, "float32", ["cuda:0", "cuda:1"], parallel)
+@pytest.mark.two_gpus
+@pytest.mark.parametrize(("shape", "parallel"), [("dense", {"tp": 2}), ("mixture", {"ep": 2})])
+def test_from_two_gpus_too(shape: str, parallel: dict[str, int]) -> None:
+    check(shape, "float32", ["cuda:0", "cuda:1"], parallel)

@@ -20,15 +20,10 @@ from weightsync.transports import cuda_ipc, nccl, nccl_wire
 from weightsync.transports.exchange import Buffers, Incoming, streams
 from weightsync.transports.sender import Nursery, SenderProcess
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.timeout(180)]
 
 SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 GIB = 1 << 30
-
-
-def two_gpus() -> bool:
-    """Whether this machine can show it; on one GPU NCCL itself refuses, which the route says at connect."""
-    return torch.cuda.device_count() >= 2
 
 
 def soon(seconds: float = 60.0) -> Deadline:
@@ -79,8 +74,6 @@ def broadcast(sender: SenderProcess, group: Any, memory: cuda_ipc.Memory, target
 
 
 def test_a_broadcast_arrives_bit_for_bit_and_fast(nursery: Nursery) -> None:
-    if not two_gpus():
-        return
     sender, group = pair(nursery, "broadcast")
     memory = cuda_ipc.allocate(GIB, devices.uuid_of(0))
     memory.tensor.copy_(torch.randint(0, 256, (GIB,), dtype=torch.uint8, device="cuda:0"))
@@ -96,8 +89,6 @@ def test_a_broadcast_arrives_bit_for_bit_and_fast(nursery: Nursery) -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "cupy"])
 def test_slices_arrive_packed_and_unpacked(nursery: Nursery, backend: str) -> None:
-    if not two_gpus():
-        return
     sender, group = pair(nursery, f"slices-{backend}", backend)
     rows, columns, count = 512, 4096, 24
     memory = cuda_ipc.allocate(count * rows * columns * 2, devices.uuid_of(0))
@@ -135,8 +126,6 @@ def test_slices_arrive_packed_and_unpacked(nursery: Nursery, backend: str) -> No
 
 def test_a_cupy_groups_member_that_is_killed_is_given_up_by_the_deadline(nursery: Nursery) -> None:
     """As a training worker sees it: its other groups, and its thread, must not be caught in this one."""
-    if not two_gpus():
-        return
     sender, group = pair(nursery, "cupy-killed", "cupy")
     sender.kill()
     target = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:1")
@@ -150,8 +139,6 @@ def test_a_cupy_groups_member_that_is_killed_is_given_up_by_the_deadline(nursery
 
 
 def test_a_cupy_group_whose_other_member_never_comes_is_given_up(nursery: Nursery) -> None:
-    if not two_gpus():
-        return
     sender = nursery.start(devices.uuid_of(0), SETTINGS, soon())
     port = sender.call("listen", nccl_wire.Listen("127.0.0.1", 30.0), deadline=soon(), returns=int)
     started = time.monotonic()
@@ -164,8 +151,6 @@ def test_a_cupy_group_whose_other_member_never_comes_is_given_up(nursery: Nurser
 
 
 def test_a_sender_killed_in_the_middle_is_given_up_by_the_deadline_and_a_new_group_works(nursery: Nursery) -> None:
-    if not two_gpus():
-        return
     sender, group = pair(nursery, "killed")
     target = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:1")
     threading.Timer(0.5, sender.kill).start()

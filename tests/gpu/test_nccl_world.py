@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-import torch
 
 from tests.gpu import owner
 from tests.gpu.world import Actor, Engine, Size, TrainingRank
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.timeout(280)]
 
 SIZE = Size()
 BUCKET_BYTES = 128 << 20
@@ -22,11 +21,6 @@ WAYS = {
     "slices": {"route": "nccl"},
     "received, then pulled": {"source": "nccl"},
 }
-
-
-def two_gpus() -> bool:
-    """Whether this machine can show it; on one GPU NCCL itself refuses, which is said at connect."""
-    return torch.cuda.device_count() >= 2
 
 
 @contextmanager
@@ -59,8 +53,6 @@ def push_and_compare(size: Size, devices: tuple[str, str], **config) -> dict[str
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_byte_arrives_and_memory_is_bounded(way: str, record) -> None:
-    if not two_gpus():
-        return
     grown = push_and_compare(SIZE, ("cuda:0", "cuda:1"), bucket_bytes=BUCKET_BYTES, **WAYS[way])
     print(f"{way}: torch reserves more, by process: {grown}")
     record("memory", {"way": way, "bucket_bytes": BUCKET_BYTES, "reserved_bytes_more": grown})

@@ -6,7 +6,6 @@ On one GPU the actor is made to think that every engine's GPU is masked; with tw
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.gpu.world import Actor, Size, World, world
 from weightsync import devices, relay
@@ -55,9 +54,8 @@ def test_an_arena_filled_in_rounds_is_pulled_directly() -> None:
     assert any("rounds during the move, 2 of them at a time" in note for note in notes), notes
 
 
+@pytest.mark.two_gpus
 def test_engines_that_see_only_the_other_gpu_are_relayed_to() -> None:
-    if torch.cuda.device_count() < 2:
-        return
     places = {"ranks_on": ["cuda:0"], "engines_on": ["cuda:0"], "sees": {"engines": "1", "actor": "1,0"}}
     with world(SIZE, **places) as one:
         notes = pushed(one, route="direct")
@@ -66,11 +64,10 @@ def test_engines_that_see_only_the_other_gpu_are_relayed_to() -> None:
     assert f"sees only {engine}" in note and f"bytes on {trainer}" in note
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("sees", [{"ranks": "1,0"}, {"engines": "1,0"}, {"actor": "1,0"}])
 @pytest.mark.parametrize("route", ["direct", "bucket"])
 def test_gpus_in_another_order_on_either_side(route: str, sees: dict[str, str]) -> None:
-    if torch.cuda.device_count() < 2:
-        return
     with world(SIZE, ranks_on=["cuda:0", "cuda:1"], engines_on=["cuda:0", "cuda:1"], sees=sees) as one:
         notes = pushed(one, route=route)
     assert not any("are relayed" in note for note in notes), notes
