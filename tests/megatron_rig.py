@@ -91,6 +91,7 @@ class Rig:
         dtype: str = "float32",
         devices: Sequence[str] = ("cpu",),
         parallel: dict[str, int] | None = None,
+        route: str = "",
         **trainer: Any,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="weightsync-rig-")
@@ -124,7 +125,7 @@ class Rig:
                     log=folder / "ranks.log",
                 )
             )
-        self._route = "shm" if devices[0] == "cpu" else "direct"
+        self._route = route or ("shm" if devices[0] == "cpu" else "direct")
 
     def __enter__(self) -> Rig:
         self._addresses = [rank.receive() for rank in self.ranks]
