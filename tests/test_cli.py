@@ -35,6 +35,15 @@ def test_plan_prints_what_a_push_would_move_and_moves_nothing(served):
     assert all(parameter.eq(-1).all() for model in world.engines[0].models for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("links", [1, 3])
+def test_a_made_up_cluster_is_costed_with_as_many_links_as_one_asks_for(tmp_path, links):
+    (tmp_path / "cluster.yaml").write_text("{gpus: [8], models: [{name: 8B, num_bytes: 16000000000, tp: 1}]}")
+    status, text = run("plan", "--topology", str(tmp_path / "cluster.yaml"), "--links", str(links))
+    rows = [line for line in text.splitlines() if " ms " in line]
+    assert status == 0 and len(rows) == 3
+    assert all(row.count(" GB") == links for row in rows), text
+
+
 def test_push_prints_its_report_as_json(served):
     world, address = served
     world.train(3)
