@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import msgspec
@@ -27,7 +27,8 @@ from weightsync.flushing import Flushing
 from weightsync.groundwork import SourcesMoved
 from weightsync.pausing import Pausing
 from weightsync.plan import Plan
-from weightsync.reports import EngineReport, SyncReport
+from weightsync.record import Record
+from weightsync.reports import SyncReport
 from weightsync.routes import Route
 from weightsync.settling import Settling
 from weightsync.verifying import Verification
@@ -75,10 +76,7 @@ class Push:
         self._plan = plan
         self._fanout = fanout
         self._deadline = deadline
-        self._seconds: dict[str, float] = {}
-        self._trainer_seconds: dict[str, float] = {}
-        self._phase = ""
-        self._notes: list[str] = []
+        self._record = Record(step, deadline)
         self._generations = generations
         self._flushing = Flushing(config=config, fanout=fanout, deadline=deadline)
         self._push_id = secrets.token_hex(8)
@@ -144,14 +142,15 @@ class Push:
         finally:
             for link in self._involved:
                 link.end_push()
-        self._seconds["total"] = time.perf_counter() - started
-        return self._report()
+        self._record.seconds["total"] = time.perf_counter() - started
+        num_tensors = self._plan.summary().num_tensors
+        return self._record.report(self._involved, self._links, num_tensors=num_tensors, notes=self._pausing.notes)
 
     # ------------------------------------------------------------------------------------------------- phases
 
     def _publish_and_transfer(self) -> None:
         try:
-            with self._timed("publish"):
+            with self._record.timed("publish"):
                 self._pausing.before_publish(self._links)
                 self._publish()
             with self._alone():
@@ -168,17 +167,17 @@ class Push:
             raise
 
     def _transfer(self) -> None:
-        with self._timed("pause"):
+        with self._record.timed("pause"):
             self._settle_failures(self._links, self._pausing.outcomes(self._links))
-        with self._timed("begin"):
+        with self._record.timed("begin"):
             self._each(self._begin)
-        with self._timed("move"):
+        with self._record.timed("move"):
             self._move()
-        with self._timed("verify"):
+        with self._record.timed("verify"):
             self._verify()
-        with self._timed("commit"):
+        with self._record.timed("commit"):
             self._each(self._commit)
-        with self._timed("continue"):
+        with self._record.timed("continue"):
             self._continue()
 
     def _publish(self) -> None:
@@ -187,7 +186,7 @@ class Push:
             published = self._workers.publish(self.step, self._regions, self._deadline)
         finally:
             answers = attached.result()
-        self._trainer_seconds["publish"] = max(p.seconds for p in published.values())
+        self._record.trainer_seconds["publish"] = max(p.seconds for p in published.values())
         gone = [link for link, answer in zip(self._links, answers, strict=True) if answer is not True]
         if gone:
             raise EnginesGone(gone)
@@ -198,7 +197,7 @@ class Push:
     def _begin(self, link: EngineLink) -> None:
         link.progress.began = True
         if note := link.client.begin(self._deadline):
-            self._notes.append(note)
+            self._record.notes.append(note)
 
     def _move(self) -> None:
         for link in self._links:
@@ -219,7 +218,7 @@ class Push:
 
     def _verify(self) -> None:
         outcomes = self._verification.outcomes(self._links)
-        self._trainer_seconds["verify"] = self._verification.trainer_seconds
+        self._record.trainer_seconds["verify"] = self._verification.trainer_seconds
         self._settle_failures(self._links, outcomes)
         self._settle_failures(self._links, self._flushing.outcomes(self._links))
 
@@ -254,7 +253,7 @@ class Push:
         if not failed:
             return
         for link, error in failed:
-            error.engine, error.phase = error.engine or link.url, error.phase or self._phase
+            error.engine, error.phase = error.engine or link.url, error.phase or self._record.phase
             link.error = str(error)
         if self._config.on_engine_failure == "raise" or len(failed) == len(self._links):
             raise failed[0][1]
@@ -269,32 +268,6 @@ class Push:
         self._settle_failures(links, outcomes[: len(links)])
 
     def _abandon(self, error: WeightSyncError) -> None:
-        error.phase = error.phase or self._phase
+        error.phase = error.phase or self._record.phase
         self._fanout.each(self._settling.settle, self._links)
         error.report = [msgspec.to_builtins(link.report()) for link in self._involved]
-
-    # ------------------------------------------------------------------------------------------------ report
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        self._phase = phase
-        self._deadline.check(f"phase {phase}", phase=phase)
-        started = time.perf_counter()
-        yield
-        self._seconds[phase] = time.perf_counter() - started
-
-    def _report(self) -> SyncReport:
-        engines: list[EngineReport] = [link.report() for link in self._involved]
-        routes = sorted({link.route for link in self._links})
-        return SyncReport(
-            step=self.step,
-            weight_version=str(self.step),
-            route="+".join(routes),
-            num_tensors=self._plan.summary().num_tensors,
-            num_bytes=sum(e.num_bytes for e in engines if e.state == "serving"),
-            seconds=self._seconds,
-            trainer_seconds=self._trainer_seconds,
-            verified=all(link.progress.verified for link in self._links),
-            engines=engines,
-            notes=[*(note for link in self._involved for note in link.notes), *self._pausing.notes, *self._notes],
-        )
