@@ -143,7 +143,11 @@ def test_no_environment_variable_is_read_below_the_configuration():
     texts = {name: path.read_text() for name, path in MODULES.items()}
     readers = {name for name, text in texts.items() if "os.environ" in text or "getenv" in text}
     allowed = {"envs", "builds", "ray_channel", "engines.local", "demo.run", "demo.trainer", "demo.torchrun"}
-    allowed |= {"transports.sender", "transports.nccl", "transports.rendezvous"}  # what NCCL reads: set, and shown
+    allowed |= {
+        "transports.sender",
+        "transports.nccl_versions",
+        "transports.rendezvous",
+    }  # what NCCL reads: set, and shown
     assert readers <= allowed, readers - allowed
 
 

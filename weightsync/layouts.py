@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 import torch
@@ -12,10 +11,8 @@ from weightsync.live import LiveWeights
 from weightsync.receiver_wire import BOOT_ID
 from weightsync.spec import Layout, Param
 from weightsync.trace import Trace
+from weightsync.transports.nccl_versions import AGREED, settings
 from weightsync.versions import library_versions
-
-AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-"""Members of an NCCL group in which these differ wait for each other for ever."""
 
 
 def constants_of(live: LiveWeights, traced: Trace) -> list[str]:
@@ -43,6 +40,6 @@ def layout_of(live: LiveWeights, traced: Trace, *, rank: int, device: torch.devi
         derived=traced.derived,
         opaque=traced.opaque,
         ignored=traced.ignored,
-        versions=library_versions() | {name: os.environ[name] for name in AGREED if name in os.environ},
+        versions=library_versions() | {name: value for name, value in settings().items() if name in AGREED},
         visible=visible_uuids() if device.type == "cuda" else [],
     )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +35,7 @@ from weightsync.pulling import MappedSegments
 from weightsync.spec import Copy, Segment
 from weightsync.transports import Memory, Puller
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
-from weightsync.transports.nccl_versions import group_version, nccl_version
+from weightsync.transports.nccl_versions import group_version, nccl_version, settings
 from weightsync.transports.nccl_wire import (
     PROBE_BYTES,
     Broadcast,
@@ -80,7 +79,7 @@ class Sender:
 
     def settings(self) -> dict[str, str]:
         """What NCCL is told by environment variables here: it must fit what the engine is told."""
-        return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        return settings()
 
     def listen(self, request: Listen) -> int:
         """Bind a port for the rendezvous, before anybody is told of it."""

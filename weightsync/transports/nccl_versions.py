@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from weightsync.errors import ConfigError, TransferError
+
+AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+"""Members of a group in which these differ wait for each other for ever."""
+
+
+def settings() -> dict[str, str]:
+    """What NCCL is told by environment variables here."""
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 def group_version(device: torch.device) -> str:
