@@ -19,12 +19,14 @@ from tests.fakes.rows import RowTrainer
 from tests.row_world import SHAPES, RowWorld
 from tests.senders import Shared, stock
 from tests.test_session import engine
-from weightsync import groups_broadcast, nodes, routes_nccl
+from weightsync import exchanging, groups_broadcast, nodes, routes_nccl
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, TransferError
 from weightsync.routes_nccl import check_fits
 from weightsync.sharing import link_bytes
+from weightsync.transports import nccl
 from weightsync.transports import node as node_module
+from weightsync.transports.exchange import Buffers
 from weightsync.transports.node import NodeServer, RemoteNursery
 
 pytestmark = pytest.mark.timeout(180)
@@ -88,25 +90,52 @@ def test_receivers_get_slices_from_three_nodes_and_are_verified(cluster):
         one.assert_all_serve(step)
 
 
-def test_what_tp_ranks_need_alike_leaves_the_trainer_once(cluster):
-    shapes = {"norm.weight": (3000,)}
-    one = cluster([HERE, B], engine(2), engine(1))
-    for fake, tp in zip(one.engines, (2, 1), strict=True):
+def norms(cluster, *tp_sizes: int) -> RowWorld:
+    """Engines of those sizes that hold a replicated tensor alone, of 12 kB, in buckets of 4; pushed to once."""
+    one = cluster([HERE, B], *[engine(tp_size) for tp_size in tp_sizes])
+    for fake, tp in zip(one.engines, tp_sizes, strict=True):
         fake.models[:] = [Norm(rank, tp) for rank in range(tp)]
     one.trainer.close()
-    one.trainer = RowTrainer(shapes, [HERE, B])
+    one.trainer = RowTrainer({"norm.weight": (3000,)}, [HERE, B])
     one._settings |= {"publishers": one.trainer.addresses, "bucket_bytes": 4096}
-    report = one.push(1)
-    assert report.verified
+    assert one.push(1).verified
     held = [model.norm for fake in one.engines for model in fake.models]
     assert all(torch.equal(norm, one.trainer.tensors["norm.weight"]) for norm in held)
+    return one
+
+
+def test_what_tp_ranks_need_alike_leaves_the_trainer_once(cluster):
+    one = norms(cluster, 2, 1)
     groups = one.session._groundwork.routes["nccl"]._exchanges
     sent = [groups[fake.url].sent_bytes for fake in one.engines]
     assert sent == [12_000, 12_000], "as much for two ranks as for one"
     links = link_bytes(groups[one.engines[0].url].shared, lambda c: 4 * c.box.size[0])
     assert sum(n for (a, _), n in links.items() if str(a).startswith("trainer")) == 12_000
     assert sum(n for (a, b), n in links.items() if a in (0, 1) and b in (0, 1)) == 12_000
-    assert report.engines[0].num_bytes == 24_000, "and both hold it"
+    assert one.session.status().engines[0].num_bytes == 24_000, "and both hold it"
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_no_end_packs_or_unpacks_in_more_than_two_buckets_passes_included(cluster, monkeypatch, tp_size):
+    made: list[Buffers] = []
+
+    class Kept(Buffers):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            made.append(self)
+
+    monkeypatch.setattr(exchanging, "Buffers", Kept)
+    monkeypatch.setattr(nccl, "Buffers", Kept)
+    one = norms(cluster, tp_size)
+    of_ranks = [sending.nbytes + receiving.nbytes for sending, receiving in zip(made[::2], made[1::2], strict=True)]
+    assert len(of_ranks) == tp_size
+    made.clear()
+    (group,) = one.session._groundwork.routes["nccl"]._exchanges.values()
+    for load in group._loads:  # as their senders do, in processes of their own
+        nccl.outgoing(load, lambda copy: torch.zeros(copy.box.size), torch.device("cpu"))
+    assert len(made) == 2
+    taken = [*of_ranks, *(buffers.nbytes for buffers in made)]
+    assert 4096 < max(taken) <= 2 * 4096, taken
 
 
 class Norm(torch.nn.Module):

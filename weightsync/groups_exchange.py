@@ -37,8 +37,8 @@ class ExchangeGroup(EngineGroup):
         every = sorted(set(places.values()))
         super().__init__(link, fanout, nodes, every)
         self._sender_of = {rank: every.index(place) for rank, place in places.items()}
-        most_peers = max(self.info.tp_size, len(every))  # two chunks each: no end takes more than two buckets
-        self._chunk_bytes = max(1, (config.bucket_bytes or BUCKET_BYTES) // most_peers)
+        self._bucket_bytes = config.bucket_bytes or BUCKET_BYTES
+        self._chunk_bytes = 0
         self._loads: list[Load] = []
         self._loaded_into: list[SenderLike] = []
         self.shared = Shared({}, {})
@@ -55,6 +55,7 @@ class ExchangeGroup(EngineGroup):
             {layout.rank: layout.host for layout in layouts},
             lambda copy: volume(copy.box) * dtype_bytes(shards[copy.rank][copy.source.storage].dtype),
         )
+        self._chunk_bytes = max(1, self._bucket_bytes // self._most_peers())
         installs = [self._install(plan_id, rank_plans[layout.rank], shards) for layout in layouts]
         self.link.install(plan_id, installs, deadline)
         self._loads = [self._load(sender, exports) for sender in range(len(self._places))]
@@ -79,6 +80,14 @@ class ExchangeGroup(EngineGroup):
             deadline = Deadline(CLOSE_S, "leaving the group")
             quietly(lambda: self.link.receivers.call("leave", None, deadline))
         self.give_up()
+
+    def _most_peers(self) -> int:
+        """Of any end. It has two chunks for each, and so no more than two buckets."""
+        ends = [self.info.tp_size]
+        for passes in self.shared.passes.values():
+            sent, received = {p for one in passes for p in one.sends}, {p for one in passes for p in one.receives}
+            ends.append(len(self._places) + len(sent) + len(received))
+        return max(ends)
 
     def _install(self, plan_id: str, plan: RankPlan, shards: dict[int, list[Shard]]) -> wire.Install:
         first = len(self._places)

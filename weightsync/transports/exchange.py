@@ -100,6 +100,10 @@ class Buffers:
             count = min(2, max(len(part) for part in chunks))
             self._arenas[peer] = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(count)]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.numel() for arenas in self._arenas.values() for arena in arenas)
+
     def messages(self, peer: int, chunks: list[Chunk]) -> list[torch.Tensor]:
         """For each chunk, the memory that it travels from or to."""
         arenas = self._arenas.get(peer, [])
