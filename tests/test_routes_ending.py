@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from tests.fakes.engine import DISTRIBUTED, FakeEngine
 from tests.senders import stock, worlds
-from tests.test_session import Concatenating, assert_serves, served
+from tests.test_session import Concatenating, World, assert_serves, served
 from weightsync import groups_broadcast, routes_broadcast, routes_bucket
 from weightsync.errors import TransferError, TransferTimeout, WeightSyncError
 from weightsync.transports.sender import Nursery, SenderProcess
@@ -50,6 +50,23 @@ def assert_left_alone(fake: FakeEngine, before: dict[str, torch.Tensor], since: 
     assert DISTRIBUTED not in paths[paths.index(RESUME) :]
 
 
+def assert_failing_leaves_alone(one: World, numbers: Sequence[int], kind: type[WeightSyncError], match: str) -> None:
+    """The second push fails; those engines go back to work as they were, or are fenced, and nobody asks them again."""
+    fakes = [one.engines[number] for number in numbers]
+    held, since = [served(fake) for fake in fakes], [len(fake.calls) for fake in fakes]
+    with pytest.raises(kind, match=match) as caught:
+        one.push(2)
+    states = [caught.value.report[number]["state"] for number in numbers]
+    for fake, before, first, state in zip(fakes, held, since, states, strict=True):
+        assert_left_alone(fake, before, first, state)
+
+
+def assert_heals(one: World, numbers: Sequence[int]) -> None:
+    one.push(3)
+    for number in numbers:
+        assert_serves(one.engines[number], one.tensors, 3)
+
+
 def test_stock_engines_are_waited_for_when_another_ones_opaque_parameters_fail(world, monkeypatch):
     one = world(stock(1, "0.5.12"), FakeEngine(models=[Concatenating()], receiver=True))
     one.push(1)
@@ -63,13 +80,8 @@ def test_stock_engines_are_waited_for_when_another_ones_opaque_parameters_fail(w
     with monkeypatch.context() as patch:
         late(patch, 0.4)
         patch.setattr(routes_broadcast.BroadcastRoute, "_fill", failing)
-        fake = one.engines[0]
-        before, since = served(fake), len(fake.calls)
-        with pytest.raises(TransferTimeout, match="gathering") as caught:
-            one.push(2)
-        assert_left_alone(fake, before, since, caught.value.report[0]["state"])
-    one.push(3)
-    assert_serves(fake, one.tensors, 3)
+        assert_failing_leaves_alone(one, [0], TransferTimeout, "gathering")
+    assert_heals(one, [0])
 
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
@@ -86,14 +98,8 @@ def test_a_fault_of_our_own_while_a_bucket_is_filled_leaves_no_other_bucket_on_i
     with monkeypatch.context() as patch:
         late(patch, 0.4)
         patch.setattr(routes_bucket.BucketRoute, "_fill", failing)
-        held, since = [served(fake) for fake in one.engines], [len(fake.calls) for fake in one.engines]
-        with pytest.raises(TransferError, match="CUDA error") as caught:
-            one.push(2)
-        for fake, before, first, said in zip(one.engines, held, since, caught.value.report, strict=True):
-            assert_left_alone(fake, before, first, said["state"])
-    one.push(3)
-    for fake in one.engines:
-        assert_serves(fake, one.tensors, 3)
+        assert_failing_leaves_alone(one, [0, 1], TransferError, "CUDA error")
+    assert_heals(one, [0, 1])
 
 
 def test_a_fault_of_our_own_with_one_engine_leaves_no_bucket_on_its_way_to_another(world, monkeypatch):
@@ -108,15 +114,10 @@ def test_a_fault_of_our_own_with_one_engine_leaves_no_bucket_on_its_way_to_anoth
         time.sleep(0.4)
         return send(self, turn, bucket, deadline)
 
-    fake = one.engines[1]
     with monkeypatch.context() as patch:
         patch.setattr(groups_broadcast.BroadcastGroup, "send", sending)
-        before, since = served(fake), len(fake.calls)
-        with pytest.raises(TransferError, match="KeyError") as caught:
-            one.push(2)
-        assert_left_alone(fake, before, since, caught.value.report[1]["state"])
-    one.push(3)
-    assert_serves(fake, one.tensors, 3)
+        assert_failing_leaves_alone(one, [1], TransferError, "KeyError")
+    assert_heals(one, [1])
 
 
 def test_an_interrupt_fences_what_is_half_written(world, monkeypatch):

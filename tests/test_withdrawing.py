@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes.engine import UPDATE
-from tests.senders import Shared, children, stock
+from tests.senders import children, stock, worlds
 from tests.test_publisher import own_files
 from tests.test_session import World, assert_serves, engine
 from weightsync import receiver_wire as wire
-from weightsync import routes_nccl
 from weightsync.config import EngineConfig
 from weightsync.consumers import Consumers
 from weightsync.deadline import Deadline
@@ -27,16 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def world(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    made: list[World] = []
-    monkeypatch.setattr(routes_nccl, "Nursery", lambda: Shared(nursery))
-
-    def make(*engines, **config) -> World:
-        made.append(World(*engines, timeout_s=60.0, connect_timeout_s=60.0, **config))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    yield from worlds(nursery, monkeypatch, route="auto", bucket_bytes=None)
 
 
 def mapped_by_receivers(one: World) -> int:

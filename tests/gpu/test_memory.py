@@ -6,10 +6,8 @@ Two training ranks, two engines and the actor, each a process; with two GPUs eac
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.gpu.world import Size, World, world
-from weightsync import devices
+from tests.gpu.world import Size, World, used_bytes, world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
@@ -28,7 +26,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_fifty_pushes_grow_nothing_and_direct_takes_little_beside_contexts(route: str, record) -> None:
-    empty = _used()
+    empty = used_bytes()
     with world(SIZE) as one:
         idle = _warm(one)
         one.connect(**ROUTES[route])
@@ -84,9 +82,9 @@ def test_what_is_withdrawn_and_freed_is_free_while_engines_go_on(route: str) -> 
         one.connect(**ROUTES[route])
         for step in (1, 2):
             one.push(step)
-            full = _used()
+            full = used_bytes()
             freed = sum(rank.call("offload") for rank in one.ranks)
-            left = _used()
+            left = used_bytes()
             one.assert_served(step)
             for rank in one.ranks:
                 rank.call("onload")
@@ -110,12 +108,7 @@ def _after_pushes(one: World, steps: range) -> dict[str, dict[str, int]]:
 
 
 def _state(one: World) -> dict[str, dict[str, int]]:
-    return {name: process.call("memory") for name, process in one.processes.items()} | {"GPU": _used()}
-
-
-def _used() -> dict[str, int]:
-    """Bytes in use by all processes, contexts included, by UUID."""
-    return {uuid: devices.used_bytes(uuid) for uuid in devices.visible_uuids()} if torch.cuda.is_available() else {}
+    return {name: process.call("memory") for name, process in one.processes.items()} | {"GPU": used_bytes()}
 
 
 def assert_nothing_grew(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> None:

@@ -21,6 +21,7 @@ from benchmarks import models
 from benchmarks.gpu_engine import GpuEngine
 from tests import senders
 from tests.gpu import real
+from tests.gpu.world import fuller_by, used_bytes
 from weightsync import devices, groups_broadcast, routes_broadcast
 from weightsync.config import load_config
 from weightsync.deadline import Deadline
@@ -40,7 +41,7 @@ GIB = 1 << 30
 MIDDLE_S = 0.03
 """After so long of a broadcast of 24 GiB, which takes twice that and more."""
 WATCHED_S = 30.0
-SECOND_GROUP_MB = 650
+SECOND_GROUP_BYTES = 650_000_000
 TOKENS = list(range(4, 40))
 
 
@@ -115,30 +116,22 @@ def test_slices_and_broadcasts_bring_the_same_weights(engine, trainer, monkeypat
 def test_what_groups_with_a_stock_engine_take_of_both_gpus(engine, trainer, record, monkeypatch) -> None:
     """By one group and by the two that there are, sender's context and arenas included."""
     monkeypatch.setattr(client_module, "RECEIVER_LOADER", "nobody's")
-    taken: dict[int, dict[str, float]] = {}
+    taken: dict[int, dict[str, int]] = {}
     for number, wires in enumerate((1, 1, 2)):  # the first time is not counted: what NCCL makes once an engine
         monkeypatch.setattr(groups_broadcast, "WIRES", wires)
-        before = _used_mb()
+        before = used_bytes()
         sync = session(trainer, engine.url, verify="none", bucket_bytes=8 << 20)
         try:
             push(sync, trainer, 31 + number)
-            taken[wires] = _more_than(before)
+            taken[wires] = fuller_by(before)
         finally:
             sync.close()
         if number:
-            seen = {"way": "stock engine over NCCL", "groups": wires, "mb_more": taken[wires]}
-            print(seen | {"mb_left_when_closed": _more_than(before)})
-            record("memory", seen | {"mb_left_when_closed": _more_than(before), "bucket_bytes": 8 << 20})
-    assert all(0 < taken[2][gpu] - taken[1][gpu] < SECOND_GROUP_MB for gpu in taken[1]), taken
-
-
-def _more_than(before: dict[str, float]) -> dict[str, float]:
-    return {gpu: mb - before[gpu] for gpu, mb in _used_mb().items()}
-
-
-def _used_mb() -> dict[str, float]:
-    """Of the two GPUs, by number, over all processes."""
-    return {f"GPU {i}": devices.used_bytes(uuid) / 1e6 for i, uuid in enumerate(devices.visible_uuids()[:2])}
+            seen = {"way": "stock engine over NCCL", "groups": wires, "bucket_bytes": 8 << 20}
+            seen |= {"bytes_more": taken[wires], "bytes_left_when_closed": fuller_by(before)}
+            print(seen)
+            record("memory", seen)
+    assert all(0 < taken[2][gpu] - taken[1][gpu] < SECOND_GROUP_BYTES for gpu in taken[1]), taken
 
 
 def test_an_engine_with_our_receiver_answers_again_within_the_deadline(engine, trainer, record) -> None:

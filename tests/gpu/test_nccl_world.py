@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from tests.gpu import owner
-from tests.gpu.world import Actor, Engine, Size, TrainingRank
-from weightsync import devices
+from tests.gpu.world import Actor, Engine, Size, TrainingRank, fuller_by, used_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.timeout(280)]
 
@@ -41,7 +40,7 @@ def push_and_compare(size: Size, places: tuple[str, str], **config) -> dict[str,
         trainer.call("change", 0)
         trainer.call("sums")  # what these take is not the push's
         engine.call("sums")
-        before = _used()
+        before = used_bytes()
         url, address = engine.call("url"), trainer.call("address")
         actor.call("connect", engines=[{"url": url}], publishers=[address], **config)
         for step in (1, 2, 3):
@@ -50,11 +49,7 @@ def push_and_compare(size: Size, places: tuple[str, str], **config) -> dict[str,
             assert report["verified"], report
             assert engine.call("version") == str(step)
             assert engine.call("sums") == trainer.call("sums")
-        return {gpu: used - before[gpu] for gpu, used in _used().items()}
-
-
-def _used() -> dict[str, int]:
-    return {f"GPU {i}": devices.used_bytes(uuid) for i, uuid in enumerate(devices.visible_uuids()[:2])}
+        return fuller_by(before)
 
 
 @pytest.mark.parametrize("way", WAYS)

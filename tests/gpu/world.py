@@ -248,6 +248,17 @@ def world(size: Size, **options: Any) -> Iterator[World]:
         yield World(stack, size, **options)
 
 
+def used_bytes() -> dict[str, int]:
+    """In use by all processes, contexts included, by UUID of the GPUs that this process sees."""
+    return {uuid: devices.used_bytes(uuid) for uuid in devices.visible_uuids()} if torch.cuda.is_available() else {}
+
+
+def fuller_by(before: dict[str, int]) -> dict[str, int]:
+    """How many bytes more than ``before`` each of the first two GPUs has in use, by number."""
+    now = used_bytes()
+    return {f"GPU {number}": now[uuid] - before[uuid] for number, uuid in enumerate([*now][:2])}
+
+
 def bits_of(tensor: torch.Tensor) -> int:
     """The sum of the raw 16-bit words, each times its place: a swap shows."""
     words = tensor.detach().contiguous().view(torch.int16).reshape(-1).long()
