@@ -7,7 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from weightsync.groups import together
 from weightsync.groups_exchange import ExchangeGroup
 from weightsync.reports import PushRequest
 from weightsync.spec import Segment, TensorSpec
-from weightsync.transports.bucket import without_gaps
+from weightsync.transports.bucket import ALIGNMENT, without_gaps
 from weightsync.transports.nccl_wire import Part
 from weightsync.transports.sender import Nursery, SenderProcess
 from weightsync.workers import Workers
@@ -171,6 +173,29 @@ def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines)
     assert [group.fills for group in groups] == [engines == 1] * engines
     sent = [c.body for c in one.engines[0].calls if c.path == DISTRIBUTED]
     assert {body["load_format"] for body in sent if body["names"] != groups_broadcast.PROBE.names} == {None}
+
+
+@pytest.mark.parametrize("engines", [1, 2], ids=["filled by the sender", "filled by the actor"])
+@pytest.mark.parametrize("bucket_bytes", [64, 700, 1 << 20])
+def test_the_arena_has_two_buckets_or_the_largest_tensor_and_is_overwritten_only_when_it_was_sent(
+    world, engines, bucket_bytes
+):
+    one = world(*[stock() for _ in range(engines)], bucket_bytes=bucket_bytes)
+    one.push(1)
+    for fake in one.engines:
+        fake.groups.update = partial(_late, fake.groups.update)
+    one.push(2)
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 2)
+    whole = one.session._groundwork.routes["nccl"]._whole
+    (arena,), largest = whole._arenas, max(tensor.nbytes for tensor in one.tensors.values())
+    assert arena.segment.nbytes <= max(2 * bucket_bytes, largest) + 2 * ALIGNMENT
+    assert len(whole._buckets) > 1 or bucket_bytes >= sum(tensor.nbytes for tensor in one.tensors.values())
+
+
+def _late(update: Callable, body: dict) -> Any:
+    time.sleep(0.1)
+    return update(body)
 
 
 def test_the_first_bucket_is_no_larger_than_what_an_engine_has_to_wait_for(world, monkeypatch):

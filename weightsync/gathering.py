@@ -79,12 +79,12 @@ class GatherGroup(Senders):
         self._fanout.all(call, list(zip(self._senders, methods, arguments, strict=True)))
 
 
-def gathered(bucket: Bucket, copies: Sequence[tuple[int, Copy]], exports: dict[int, Export]) -> list[Copy]:
-    """``copies`` with the index of their tensor in ``bucket``, aimed at the arena that the whole bucket lies in."""
+def gathered(bucket: Bucket, begin: int, copies: Sequence[tuple[int, Copy]], exports: dict[int, Export]) -> list[Copy]:
+    """``copies`` with the index of their tensor in ``bucket``, aimed at an arena where that ``begin``s."""
     aimed = []
     for index, copy in copies:
         entry = bucket.entries[index]
-        start = entry.start // dtype_bytes(exports[copy.rank].shards[copy.source.storage].dtype)
+        start = (begin + entry.start) // dtype_bytes(exports[copy.rank].shards[copy.source.storage].dtype)
         strides = dense_strides(entry.tensor.shape)
         within = sum(o * s for o, s in zip(copy.box.offset, strides, strict=True))
         aimed.append(Copy(copy.tensor, copy.box, copy.rank, copy.source, View(0, start + within, strides)))
@@ -96,7 +96,7 @@ def to_gather(
     places: dict[int, Place],
     remote: Sequence[Place],
     exports: dict[int, Export],
-    arenas: list[Segment],
+    arena: Segment,
     chunk_bytes: int,
 ) -> tuple[Expect, list[Load]]:
     """What the gatherer receives, and what the sender at each of ``remote`` sends; ``wanted`` a bucket."""
@@ -107,7 +107,7 @@ def to_gather(
 
     shards = {rank: exports[rank].shards for rank in places}
     expect = Expect(
-        segments=arenas,
+        segments=[arena],
         shards=shards,
         parts=[{number[place]: own for place in remote if (own := of(copies, place))} for copies in wanted],
         chunk_bytes=chunk_bytes,

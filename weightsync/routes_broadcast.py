@@ -1,9 +1,10 @@
-"""Whole tensors to stock engines over process groups: the bucket route's two arenas, broadcast. Runs in the actor."""
+"""Whole tensors to stock engines over process groups: the bucket route's buckets, broadcast. Runs in the actor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from weightsync import transports
 from weightsync.boxes import volume, whole
@@ -18,7 +19,7 @@ from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.routes import Outcome
 from weightsync.routes_bucket import ARENAS, BucketRoute
-from weightsync.spec import Copy, Export, Segment, TensorSpec
+from weightsync.spec import Copy, Export, TensorSpec
 from weightsync.transports import Memory, bucket
 from weightsync.transports.bucket_cuda import CudaArena
 from weightsync.transports.nccl_wire import Broadcast, Fill, Part
@@ -45,7 +46,7 @@ PLAIN = ("float32", "bfloat16", "float16")
 
 
 class BroadcastRoute(BucketRoute):
-    """Whole tensors to stock engines: the bucket route's two arenas, broadcast instead of mapped."""
+    """Whole tensors to stock engines: broadcast, instead of mapped, out of one arena with two ends."""
 
     _engines_map_arenas = False  # its sender reads them, and is ended
 
@@ -70,6 +71,7 @@ class BroadcastRoute(BucketRoute):
         self._groups: dict[str, BroadcastGroup] = {}
         self._begun: dict[str, tuple[Turn, Future[int]]] = {}
         self._gather: GatherGroup | None = None
+        self._starts: list[int] = []
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
         if not links:
@@ -138,10 +140,10 @@ class BroadcastRoute(BucketRoute):
         if remote:
             places = [Place("", self._device()), *remote]
             self._gather = GatherGroup(self._groups_fanout, self._nodes, places, like=like)
-            arenas = [_segment(arena) for arena in self._arenas]
             chunk_bytes = max(1, self._bucket_bytes // (GATHER_SHARE * len(remote)))
             wanted = self._into_arenas(exports)
-            self._gather.install(*to_gather(wanted, self._places, remote, exports, arenas, chunk_bytes))
+            arena = self._memory.segment
+            self._gather.install(*to_gather(wanted, self._places, remote, exports, arena, chunk_bytes))
             self._gather.started(deadline)
 
     def _end_gathering(self) -> None:
@@ -159,22 +161,23 @@ class BroadcastRoute(BucketRoute):
     def _fill_by_sender(self, exports: dict[int, Export]) -> Fill:
         """For the sender of an only engine: GPUs run kernels of one process side by side, those of two in turns.
 
-        Without ``exports`` the actor fills, and a sender is told the arenas alone.
+        Without ``exports`` the actor fills, and a sender is told the arena alone.
         """
         here = {rank: export for rank, export in exports.items() if self._is_here(rank)}
         return Fill(
             segments={rank: export.segments for rank, export in here.items()},
             shards={rank: export.shards for rank, export in here.items()},
-            arenas=[_segment(arena) for arena in self._arenas],
+            arena=self._memory.segment if self._arenas else None,
             buckets=self._into_arenas(exports) if exports else [],
         )
 
     def _into_arenas(self, exports: dict[int, Export]) -> list[list[Copy]]:
-        """By bucket, the copies that fill it, aimed at the arena that it lies in."""
-        return [gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)]
+        """By bucket, the copies that fill it, aimed at the arena."""
+        where = zip(self._buckets, self._starts, self._planned, strict=True)
+        return [gathered(b, start, copies, exports) for b, start, copies in where]
 
     def _fill(self, number: int, deadline: Deadline) -> None:
-        if all(group.fills for group in self._groups.values()):
+        if self._sender_fills:
             return
         gathering = None
         if self._gather is not None:
@@ -194,7 +197,7 @@ class BroadcastRoute(BucketRoute):
             return
         self._call_off(link.url)
         group.started(deadline)
-        group.ready(_segment(self._arenas[0]), step_of(deadline))
+        group.ready(self._memory.segment, step_of(deadline))
 
     def _pack(self, tensors: list[TensorSpec]) -> list[bucket.Bucket]:
         if not tensors:
@@ -207,25 +210,45 @@ class BroadcastRoute(BucketRoute):
     @property
     def _most_under_way(self) -> int:
         """An engine is asked for them in turn; see ``groups_broadcast``."""
-        return UNDER_WAY if self._groups and all(group.fills for group in self._groups.values()) else ARENAS
+        return UNDER_WAY if self._sender_fills else ARENAS
+
+    @property
+    def _sender_fills(self) -> bool:
+        return bool(self._groups) and all(group.fills for group in self._groups.values())
 
     @property
     def _bucket_bytes(self) -> int:
         return self._config.bucket_bytes or (BROADCAST_BYTES if self._device() else BUCKET_BYTES)
 
-    def _new_arena(self, nbytes: int, exports: dict[int, Export]) -> Memory:
+    def _new_arenas(self) -> Sequence[Memory]:
+        self._starts, nbytes = bucket.at_both_ends(self._buckets, self._bucket_bytes)
         device = self._device()
-        return transports.get("cuda_ipc" if device else "shm").allocate(max(nbytes, 1), device)
+        return [transports.get("cuda_ipc" if device else "shm").allocate(nbytes, device)] if self._buckets else []
+
+    def _arena(self, number: int) -> Any:
+        return self._memory.tensor[self._starts[number] :]
+
+    @property
+    def _memory(self) -> Memory:
+        (memory,) = self._arenas
+        assert not isinstance(memory, bucket.Arena | CudaArena), "this route makes its own"
+        return memory
+
+    def _may_be_beside(self, number: int) -> int:
+        if self._sender_fills:  # and waits itself
+            return UNDER_WAY - 1
+        first, second = sorted((self._starts[n], self._buckets[n].nbytes) for n in (max(0, number - 1), number))
+        return ARENAS - 1 if first[0] + first[1] <= second[0] else 0
 
     def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], int]:
         planned = self._buckets[number]
         specs = [entry.tensor for entry in planned.entries]
         tensors = Tensors([s.name for s in specs], [s.dtype for s in specs], [s.shape for s in specs])
-        what, segment = f"bucket {number + 1} of {len(self._buckets)}", _segment(self._arenas[number % ARENAS])
+        what, segment = f"bucket {number + 1} of {len(self._buckets)}", self._memory.segment
         parts = parts_of(planned)
         group, progress, is_end = self._groups[link.url], link.progress, self._is_all and planned is self._buckets[-1]
         turn, fills = group.turn(what), number if group.fills else None
-        request = Broadcast("", segment, planned.nbytes, deadline.remaining_s(), parts, fills)
+        request = Broadcast("", segment, planned.nbytes, deadline.remaining_s(), parts, fills, self._starts[number])
         sending = Sending(
             request,
             lambda name: link.client.update_from_distributed(
@@ -264,8 +287,3 @@ def parts_of(planned: bucket.Bucket) -> list[Part]:
 
 def _goes_by_itself(tensor: TensorSpec) -> bool:
     return tensor.dtype in PLAIN and volume(whole(tensor.shape)) * bucket.dtype_of(tensor.dtype).itemsize >= PART_BYTES
-
-
-def _segment(arena: bucket.Arena | CudaArena | Memory) -> Segment:
-    assert not isinstance(arena, bucket.Arena | CudaArena), "this route makes its own"
-    return arena.segment

@@ -7,8 +7,9 @@ trainer's mapped memory while the engines load the other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -47,7 +48,7 @@ class BucketRoute:
         self._unselected: set[str] = set()
         self._buckets: list[bucket.Bucket] = []
         self._pullers: list[Puller] = []
-        self._arenas: list[bucket.Arena | CudaArena | Memory] = []
+        self._arenas: Sequence[bucket.Arena | CudaArena | Memory] = []
         self._stale: list[bucket.Arena | CudaArena | Memory] = []
         self._timed_out = False
         self._noted = False
@@ -72,7 +73,8 @@ class BucketRoute:
         self._planned = self._copies(tensors, exports)
         self._make_arenas()
         self._is_prepared = True
-        note = f"{NOTE} {len(self._buckets)} of at most {self._largest} bytes, in {len(self._arenas)} arenas"
+        nbytes = sum(arena.tensor.numel() for arena in self._arenas if arena.tensor is not None)
+        note = f"{NOTE} {len(self._buckets)} of at most {self._largest} bytes, by way of {nbytes}"
         for link in links:
             link.notes = [n for n in link.notes if not n.startswith(NOTE)] + [note]
 
@@ -113,8 +115,8 @@ class BucketRoute:
         under_way: deque[list[tuple[EngineLink, Future]]] = deque()
         try:
             for number in range(len(self._buckets)):
-                if len(under_way) >= max(ARENAS, self._most_under_way):
-                    self._collect(under_way.popleft(), outcomes)  # its arena is filled next
+                while len(under_way) > self._may_be_beside(number):
+                    self._collect(under_way.popleft(), outcomes)
                 self._fill(number, deadline)
                 if len(under_way) >= self._most_under_way:
                     self._collect(under_way.popleft(), outcomes)
@@ -152,8 +154,8 @@ class BucketRoute:
         return True
 
     def _make_arenas(self) -> None:
-        """Two arenas, and what fills them from memory that is mapped here."""
-        self._arenas = [self._new_arena(self._largest, self._exports) for _ in self._buckets[:ARENAS]]
+        """The arenas, and what fills them from memory that is mapped here."""
+        self._arenas = self._new_arenas()
         self._pullers = []
         if self._arenas:
             with transports.on_device_of(self._arena(0)):
@@ -172,8 +174,10 @@ class BucketRoute:
         limit = self._config.bucket_bytes or (limit_bytes(self._gpu) if self._gpu else BUCKET_BYTES)
         return bucket.plan_buckets(tensors, limit)
 
-    def _new_arena(self, nbytes: int, exports: dict[int, Export]) -> bucket.Arena | CudaArena | Memory:
-        return CudaArena(nbytes, self._gpu) if self._gpu else bucket.Arena(nbytes)
+    def _new_arenas(self) -> Sequence[bucket.Arena | CudaArena | Memory]:
+        """Two, that take turns."""
+        make = partial(CudaArena, uuid=self._gpu) if self._gpu else bucket.Arena
+        return [make(self._largest) for _ in self._buckets[:ARENAS]]
 
     def _tensors(self, exports: dict[int, Export]) -> list[TensorSpec]:
         shards = {rank: export.shards for rank, export in exports.items()}
@@ -212,7 +216,12 @@ class BucketRoute:
     def _fill(self, number: int, deadline: Deadline) -> None:
         self._pullers[number].run()
 
+    def _may_be_beside(self, number: int) -> int:
+        """How many buckets before that one may be on their way while it is filled."""
+        return ARENAS - 1
+
     def _arena(self, number: int) -> Any:
+        """The bytes in which that bucket begins."""
         return self._arenas[number % ARENAS].tensor
 
     def _send(self, link: EngineLink, number: int, deadline: Deadline) -> Future[int]:

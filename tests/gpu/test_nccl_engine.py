@@ -41,7 +41,11 @@ GIB = 1 << 30
 MIDDLE_S = 0.03
 """After so long of a broadcast of 24 GiB, which takes twice that and more."""
 WATCHED_S = 30.0
+BUCKET_BYTES = (8 << 20, 32 << 20)
+"""The largest tensor has 4 MiB, the model 76."""
+LESS_THAN_A_TENSOR = 3 << 20
 SECOND_GROUP_BYTES = 650_000_000
+SLACK_BYTES = 8 << 20
 TOKENS = list(range(4, 40))
 
 
@@ -101,8 +105,8 @@ def test_slices_and_broadcasts_bring_the_same_weights(engine, trainer, monkeypat
         if kind == "stock":
             monkeypatch.setattr(client_module, "RECEIVER_LOADER", "nobody's")
             monkeypatch.setattr(routes_broadcast, "PART_BYTES", 4 << 20)  # some by themselves, some in buckets
-        verify = "fingerprint" if kind == "receiver" else "none"
-        sync = session(trainer, engine.url, verify=verify, bucket_bytes=8 << 20)
+        verify, bucket_bytes = ("fingerprint", 8 << 20) if kind == "receiver" else ("none", LESS_THAN_A_TENSOR)
+        sync = session(trainer, engine.url, verify=verify, bucket_bytes=bucket_bytes)
         try:
             for number, seed in enumerate((5, 6, 7)):
                 push(sync, trainer, first + number, seed)
@@ -114,24 +118,28 @@ def test_slices_and_broadcasts_bring_the_same_weights(engine, trainer, monkeypat
 
 
 def test_what_groups_with_a_stock_engine_take_of_both_gpus(engine, trainer, record, monkeypatch) -> None:
-    """By one group and by the two that there are, sender's context and arenas included."""
+    """By one group and by the two that there are, with small buckets and with large ones, sender's context included."""
     monkeypatch.setattr(client_module, "RECEIVER_LOADER", "nobody's")
-    taken: dict[int, dict[str, int]] = {}
-    for number, wires in enumerate((1, 1, 2)):  # the first time is not counted: what NCCL makes once an engine
+    small, large = BUCKET_BYTES
+    cases = [(1, small), (1, small), (2, small), (2, large)]
+    taken: dict[tuple[int, int], dict[str, int]] = {}
+    for number, (wires, bucket_bytes) in enumerate(cases):
         monkeypatch.setattr(groups_broadcast, "WIRES", wires)
         before = used_bytes()
-        sync = session(trainer, engine.url, verify="none", bucket_bytes=8 << 20)
+        sync = session(trainer, engine.url, verify="none", bucket_bytes=bucket_bytes)
         try:
             push(sync, trainer, 31 + number)
-            taken[wires] = fuller_by(before)
+            taken[wires, bucket_bytes] = fuller_by(before)
         finally:
             sync.close()
-        if number:
-            seen = {"way": "stock engine over NCCL", "groups": wires, "bucket_bytes": 8 << 20}
-            seen |= {"bytes_more": taken[wires], "bytes_left_when_closed": fuller_by(before)}
+        if number:  # the first time is not counted: what NCCL makes once an engine
+            seen = {"way": "stock engine over NCCL", "groups": wires, "bucket_bytes": bucket_bytes}
+            seen |= {"bytes_more": taken[wires, bucket_bytes], "bytes_left_when_closed": fuller_by(before)}
             print(seen)
             record("memory", seen)
-    assert all(0 < taken[2][gpu] - taken[1][gpu] < SECOND_GROUP_BYTES for gpu in taken[1]), taken
+    one, two = taken[1, small], taken[2, small]
+    assert all(0 < two[gpu] - one[gpu] < SECOND_GROUP_BYTES for gpu in one), taken
+    assert taken[2, large]["GPU 0"] - two["GPU 0"] <= 2 * (large - small) + SLACK_BYTES, taken
 
 
 def test_an_engine_with_our_receiver_answers_again_within_the_deadline(engine, trainer, record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import pickletools
 import subprocess
@@ -19,7 +20,17 @@ from weightsync import envs
 from weightsync.errors import ConfigError
 from weightsync.spec import TensorSpec
 from weightsync.transports import bucket
-from weightsync.transports.bucket import Arena, fill, payloads, plan_buckets, share_by_file, share_by_value
+from weightsync.transports.bucket import (
+    ALIGNMENT,
+    Arena,
+    Bucket,
+    at_both_ends,
+    fill,
+    payloads,
+    plan_buckets,
+    share_by_file,
+    share_by_value,
+)
 
 SHARES = {"file": share_by_file, "value": share_by_value}
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "int64", "bool"]
@@ -205,6 +216,18 @@ def test_by_value_carries_the_bucket_only_not_the_whole_arena() -> None:
     (payload,) = payloads(arena.tensor, one, tp_size=1, share=share_by_value)
     assert len(payload) < 5000
     arena.close()
+
+
+@given(st.lists(st.integers(1, 5000), max_size=12), st.integers(1, 3000))
+def test_buckets_lie_at_both_ends_of_an_arena_of_two(sizes: list[int], limit: int) -> None:
+    starts, nbytes = at_both_ends([Bucket((), size) for size in sizes], limit)
+    assert nbytes <= max([2 * limit, *sizes]) + 2 * ALIGNMENT
+    assert all(
+        start % ALIGNMENT == 0 and 0 <= start <= nbytes - size for start, size in zip(starts, sizes, strict=True)
+    )
+    for (one, its), (other, theirs) in itertools.pairwise(zip(starts, sizes, strict=True)):
+        beside = one + its <= other or other + theirs <= one
+        assert beside or max(its, theirs) > limit
 
 
 READER = """

@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import itertools
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from weightsync.errors import ConfigError
 from weightsync.spec import TensorSpec
 
 LOAD_FORMAT = "flattened_bucket"
+ALIGNMENT = 256
+"""Bytes: where a bucket may begin in an arena."""
 
 Share = Callable[[torch.Tensor], tuple[Callable[..., Any], tuple]]
 """Turns a uint8 1-D tensor into the call that rebuilds it in the engine. The engine makes that call once a payload."""
@@ -83,6 +86,22 @@ def without_gaps(
         kinds[all(is_apart(tensor) for tensor in unit)] += unit
     planned = [whole for kind in kinds.values() for whole in plan_buckets(kind, limit_bytes)]
     return [part for whole in planned for part in _cut_at_gaps(whole)]
+
+
+def at_both_ends(buckets: Sequence[Bucket], limit_bytes: int) -> tuple[list[int], int]:
+    """Where ``buckets`` begin in one arena, in turns at its start and up to its end, and how many bytes that has.
+
+    Neighbours lie beside each other, so that one is filled while the other is read, unless one is larger than the
+    limit: twice the limit is all that there is, or as much as the largest needs.
+    """
+    sizes = [_aligned(b.nbytes) for b in buckets]
+    both = max((one + other for one, other in itertools.pairwise(sizes)), default=0)
+    nbytes = max([*sizes, min(both, 2 * _aligned(limit_bytes))], default=0)
+    return [nbytes - size if number % 2 else 0 for number, size in enumerate(sizes)], nbytes
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _cut_at_gaps(bucket: Bucket) -> list[Bucket]:

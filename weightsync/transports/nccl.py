@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from weightsync import transports
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.pulling import MappedSegments
-from weightsync.spec import Copy, Segment
+from weightsync.spec import Copy
 from weightsync.transports import Memory, Puller
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
 from weightsync.transports.nccl_versions import group_version, nccl_version, settings
@@ -53,6 +53,15 @@ from weightsync.versions import library_versions
 from weightsync.views import SourceViews
 
 
+class UnderWay(NamedTuple):
+    """A broadcast that has begun, of bytes ``start`` to ``end`` of its memory."""
+
+    group: Group
+    works: list[Any]
+    start: int
+    end: int
+
+
 class Sender:
     """The sender's end: the public methods are what the actor calls. ``device``: where its memory is, CPU or a GPU."""
 
@@ -65,8 +74,7 @@ class Sender:
         self._incoming: list[Incoming] = []
         self._fillers: list[Puller] = []
         self._filled: dict[int, Callable[[], float]] = {}
-        self._readers: dict[Segment, list[Any]] = {}
-        self._under_way: dict[int, tuple[Group, list[Any]]] = {}
+        self._under_way: dict[int, UnderWay] = {}
         self._numbers = itertools.count()
 
     def versions(self) -> dict[str, str]:
@@ -108,21 +116,23 @@ class Sender:
     def begin(self, request: Broadcast) -> int:
         """Begin a broadcast, after those begun before; the number by which to ``finish`` it.
 
-        What it is to fill is filled when nobody reads that arena any more, beside the broadcast before. A GPU does all
+        What it is to fill is filled when nobody reads those bytes any more, beside the broadcast before. A GPU does all
         that in its own time.
         """
         with self._on_device():
             group, deadline = self._joined(request.group), Deadline(request.timeout_s, "broadcast")
             (memory,) = self._mapped.open([request.segment])
+            start, end = request.start, request.start + request.nbytes
             if request.fills is not None:
-                group.follow(self._readers.pop(request.segment, []), deadline)
+                for one in list(self._under_way.values()):
+                    if one.start < end and start < one.end:
+                        group.follow(one.works, deadline)
                 filled = self._fillers[request.fills].start(alone=False)
-            flat = memory.tensor[: request.nbytes]
+            flat = memory.tensor[start:end]
             parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]
             number, works = next(self._numbers), group.start_broadcasts(parts, deadline)
-            self._under_way[number] = group, works
+            self._under_way[number] = UnderWay(group, works, start, end)
             if request.fills is not None:
-                self._readers[request.segment] = works
                 self._filled[number] = filled
             return number
 
@@ -134,32 +144,32 @@ class Sender:
         """Done when every member has it, or has it in its buffers."""
         with self._on_device():
             self._filled.pop(request.number, None)
-            group, works = self._under_way.pop(request.number)
-            group.finish(works, Deadline(request.timeout_s, "broadcast"), doing="broadcast")
+            one = self._under_way[request.number]
+            one.group.finish(one.works, Deadline(request.timeout_s, "broadcast"), doing="broadcast")
+            del self._under_way[request.number]
 
     def prepare(self, request: Fill) -> None:
-        """Map the trainer's memory and the arenas, and make ready what fills them; unmap all else."""
+        """Map the trainer's memory and the arena, and make ready what fills it; unmap all else."""
         with self._on_device():
-            arenas = self._mapped.open(request.arenas)
+            own = [request.arena] if request.arena is not None else []
+            arena = next(iter(self._mapped.open(own)), None)
             memories = {rank: self._mapped.open(segments) for rank, segments in request.segments.items()}
             sources = SourceViews(memories, request.shards)
 
-            def pair(copy: Copy, arena: Memory) -> tuple[torch.Tensor, torch.Tensor]:
+            def pair(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
                 dtype = request.shards[copy.rank][copy.source.storage].dtype
+                assert arena is not None, "nothing to fill"
                 return _target(arena.tensor, copy, dtype), sources(copy)
 
-            self._readers, self._filled = {}, {}
-            self._fillers = [
-                transports.make_puller([pair(copy, arenas[number % len(arenas)]) for copy in copies])
-                for number, copies in enumerate(request.buckets)
-            ]
-            self._mapped.close_all_but([*request.arenas, *(s for own in request.segments.values() for s in own)])
+            self._filled = {}
+            self._fillers = [transports.make_puller([pair(copy) for copy in copies]) for copies in request.buckets]
+            self._mapped.close_all_but([*own, *(s for segments in request.segments.values() for s in segments)])
 
     def unmap(self) -> None:
         """Map nothing any more."""
         with self._on_device():
             self._outgoing, self._incoming, self._fillers = [], [], []
-            self._readers, self._filled = {}, {}
+            self._filled = {}
             self._mapped.close_all_but([])
 
     def load(self, request: Load) -> None:

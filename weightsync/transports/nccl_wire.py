@@ -33,14 +33,14 @@ class Join(Struct):
 
 
 class Fill(Struct):
-    """How a sender fills the arenas that it broadcasts from: bucket ``n`` by copies into ``arenas[n % 2]``.
+    """How a sender fills the arena that it broadcasts from, if any: a list of copies a bucket.
 
     The target of a copy is a view of the arena, in elements of the dtype of its shard.
     """
 
     segments: dict[int, list[Segment]]
     shards: dict[int, list[Shard]]
-    arenas: list[Segment]
+    arena: Segment | None
     buckets: list[list[Copy]]
 
 
@@ -53,7 +53,7 @@ class Part(Struct):
 
 
 class Broadcast(Struct):
-    """Give the first ``nbytes`` of ``segment`` to all members: as one message, or as ``parts``, one after the other.
+    """Give ``nbytes`` of ``segment``, from ``start`` on, to all members: as one message, or as ``parts``, in order.
 
     ``group``: the group's name; ``fills``: the bucket of ``Fill`` that is to be in there; None: what is there already.
     """
@@ -64,6 +64,7 @@ class Broadcast(Struct):
     timeout_s: float
     parts: list[Part] = []
     fills: int | None = None
+    start: int = 0
 
 
 class Finish(Struct):
