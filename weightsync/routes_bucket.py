@@ -61,7 +61,7 @@ class BucketRoute:
         self._segments: dict[int, list[Memory]] = {}
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
-        """Plan the buckets, map the trainer's memory and make the two arenas."""
+        """Plan the buckets, map the trainer's memory and make the arenas."""
         self.close()
         install_plan(self._fanout, links, plan, exports, deadline, pulls=False)
         tensors = self._tensors(exports)
