@@ -15,6 +15,9 @@ from weightsync.deadline import Deadline
 from weightsync.transports import nccl_wire
 from weightsync.transports.sender import Nursery
 
+BUCKET_BYTES = 384
+"""So that the fake model's tensors go alone, each beside the one before."""
+
 
 class Shared:
     """A nursery that its route does not end."""
@@ -40,7 +43,7 @@ def worlds(nursery: Nursery, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -
     """What a fixture yields that makes worlds of route ``nccl``, of engines and further settings; all are closed."""
     made: list[World] = []
     monkeypatch.setattr(routes_nccl, "Nursery", lambda: Shared(nursery))
-    common = {"route": "nccl", "bucket_bytes": 256, "timeout_s": 60.0, "connect_timeout_s": 60.0, **defaults}
+    common = {"route": "nccl", "bucket_bytes": BUCKET_BYTES, "timeout_s": 60.0, "connect_timeout_s": 60.0, **defaults}
 
     def make(*engines: FakeEngine, **config: Any) -> World:
         unverified = {} if all(e.loaders for e in engines) else {"verify": "none"}

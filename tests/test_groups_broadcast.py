@@ -66,9 +66,9 @@ class Sending:
             raise EngineLost("no connection")
         return "1"
 
-    def __call__(self, count: int, **hooks: Callable[[], None]) -> list[WeightSyncError | None]:
+    def __call__(self, count: int, overlap: bool = False, **hooks: Callable[[], None]) -> list[WeightSyncError | None]:
         """How that many buckets end; ``hooks``: of the first, what is called when it is granted, or filled."""
-        self._hooks = hooks
+        self._hooks, self._overlap = hooks, overlap
         turns = [self._group.turn(f"bucket {number + 1}") for number in range(count)]
         futures = [self._fanout.submit(partial(self._send, turn, number)) for number, turn in enumerate(turns)]
         return [future.exception(10) for future in futures]
@@ -85,7 +85,7 @@ class Sending:
         update = SimpleNamespace(make=make, drop=lambda: None)
         hooks = self._hooks if number == 0 else {}
         sending = groups_broadcast.Sending(
-            Broadcast("", SEGMENT, self.nbytes, 5.0, fills=number), lambda group: update, **hooks
+            Broadcast("", SEGMENT, self.nbytes, 5.0, fills=number), lambda group: update, not self._overlap, **hooks
         )
         self._group.send(turn, sending, Deadline(5, "test"))
 
@@ -277,6 +277,38 @@ class Unable(FakeSender):
             threading.Timer(0.4, self.over.set).start()
             raise TransferError("CUDA out of memory")
         return super().call(method, argument, deadline=deadline, returns=returns)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_is_asked_early_for_what_its_sender_need_not_wait_to_fill(overlap):
+    """A GPU's sender has begun at once. Were an engine to enter what waits for the bucket before, it would not come to
+    that one: requests on two connections may overtake each other.
+    """
+    sender, entered = FakeSender(), []
+
+    def make(what: str) -> None:
+        if what == "bucket 1":
+            time.sleep(0.3)
+        entered.append(what)
+
+    sending = Sending(sender, make)
+    sender.over.set()
+    assert sending(3, overlap=overlap) == [None] * 3
+    early = sending.asked[:2] == ["bucket 1", "bucket 2"] and entered[0] == "bucket 2"
+    assert early != overlap and (not overlap or entered == ["bucket 1", "bucket 2", "bucket 3"])
+
+
+def test_what_overlaps_a_bucket_that_is_refused_is_not_asked_for():
+    def make(what: str) -> None:
+        if what == "bucket 2":
+            time.sleep(0.2)
+            raise EngineRejected("out of memory")
+
+    sender = FakeSender()
+    sender.over.set()
+    sending = Sending(sender, make)
+    ended = sending(4, overlap=True)
+    assert ended[0] is None and isinstance(ended[1], EngineRejected) and sending.asked == ["bucket 1", "bucket 2"]
 
 
 def test_an_engine_is_asked_for_nothing_that_its_sender_cannot_begin_with():

@@ -163,7 +163,7 @@ def test_a_push_that_waits_for_its_step_keeps_nobody_from_withdrawing(world):
     assert_serves(one.engines[0], one.tensors, 2)
 
 
-def test_a_sender_that_fills_no_more_maps_the_arenas_alone(world, nursery):
+def test_a_sender_that_fills_no_more_maps_the_arena_alone(world, nursery):
     one = world(stock(), route="nccl", bucket_bytes=256, verify="none")
     one.push(1)
     (first,) = children(nursery)
@@ -172,7 +172,7 @@ def test_a_sender_that_fills_no_more_maps_the_arenas_alone(world, nursery):
     with stock(2) as second:
         one.session.add_engine(EngineConfig(url=second.url))
         one.push(2)
-        assert not mapped_by(first, names), "neither the trainer's memory nor the arenas of before"
+        assert not mapped_by(first, names), "neither the trainer's memory nor the arena of before"
         for fake in (one.engines[0], second):
             assert_serves(fake, one.tensors, 2)
         one.session.remove_engine(second.url)

@@ -1,6 +1,6 @@
 """Buckets for stock engines out of memory on several nodes: what lies elsewhere comes over a group of senders alone.
 
-The broadcasting node's gatherer, a sender like the others, receives it into the actor's arenas, next to what the actor
+The broadcasting node's gatherer, a sender like the others, receives it into the actor's arena, next to what the actor
 itself copies there. Runs in the actor.
 """
 
@@ -107,7 +107,7 @@ def to_gather(
 
     shards = {rank: exports[rank].shards for rank in places}
     expect = Expect(
-        segments=[arena],
+        segment=arena,
         shards=shards,
         parts=[{number[place]: own for place in remote if (own := of(copies, place))} for copies in wanted],
         chunk_bytes=chunk_bytes,

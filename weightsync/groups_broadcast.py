@@ -50,17 +50,19 @@ _BEYOND_S = 2.0
 class Sending:
     """A bucket on its way. ``update`` makes the engine's part of it in a group.
 
-    ``granted`` is called when the engine takes part, ``filled``, if the sender fills, when it has done so.
+    ``is_beside``: it lies beside the one before, and is filled though that one has not been sent. ``granted`` is called
+    when the engine takes part, ``filled``, if the sender fills, when it has done so.
     """
 
     request: Broadcast
     update: Callable[[str], Call]
+    is_beside: bool = True
     granted: Callable[[], None] = lambda: None
     filled: Callable[[], None] | None = None
 
 
 class BroadcastGroup(EngineGroup):
-    """A stock engine's groups: one sender, which broadcasts. ``device``: the GPU of the arenas ("": host memory)."""
+    """A stock engine's groups: one sender, which broadcasts. ``device``: the GPU of the arena ("": host memory)."""
 
     def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, device: str) -> None:
         super().__init__(link, fanout, nodes, [Place("", device)])
@@ -72,11 +74,11 @@ class BroadcastGroup(EngineGroup):
 
     @property
     def fills(self) -> bool:
-        """Whether its sender fills the arenas too."""
+        """Whether its sender fills the arena too."""
         return self._fill is not None and bool(self._fill.buckets)
 
     def prepare(self, fill: Fill, num_buckets: int, deadline: Deadline) -> None:
-        """Have the sender map the arenas, and nothing else but what it fills them from, if it does."""
+        """Have the sender map the arena, and nothing else but what it fills it from, if it does."""
         self._fill, self._prepared = fill, None
         self._num_wires = min(WIRES, max(num_buckets, 1))
         self.started(deadline)
@@ -161,7 +163,7 @@ class BroadcastGroup(EngineGroup):
         self._wait(turn, same.asked, deadline)
         update = bucket.update(turn.group)  # all but its last byte lies there while the engine is with that one
         try:
-            self._wait(turn, before.asked, deadline)
+            self._wait(turn, before.asked if bucket.is_beside else before.granted, deadline)
             self._wait(turn, same.granted, deadline)
             self._turns.ask(turn)
             self.link.progress.applied = True  # before the call: one that times out may still be loaded

@@ -66,7 +66,7 @@ class MirrorGroup(Senders):
         member = {rank: first + index for index, rank in enumerate(self._suppliers)}
         shards = {rank: exports[rank].shards for rank in self._suppliers}
         self._expects = [
-            Expect([segment], shards, [{member[rank]: own for rank, own in copies.items()}], chunk_bytes)
+            Expect(segment, shards, [{member[rank]: own for rank, own in copies.items()}], chunk_bytes)
             for segment, copies in zip(segments, layout.copies, strict=True)
         ]
         self._loads = {

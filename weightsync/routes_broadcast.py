@@ -40,7 +40,7 @@ PART_BYTES = 64 << 20
 every message takes both sides some time.
 """
 UNDER_WAY = 4
-"""Buckets that a sender which fills its arenas has begun with and the engine does not have yet."""
+"""Buckets that a sender which fills its arena has begun with and the engine does not have yet."""
 PLAIN = ("float32", "bfloat16", "float16")
 """What every torch gives to NCCL."""
 
@@ -126,7 +126,7 @@ class BroadcastRoute(BucketRoute):
         self.close()
 
     def close_groups(self) -> None:
-        """Leave every group, and give arenas and mappings back. Idempotent."""
+        """Leave every group, and give arena and mappings back. Idempotent."""
         for group in self._groups.values():
             group.close()
         self._groups = {}
@@ -141,7 +141,7 @@ class BroadcastRoute(BucketRoute):
             places = [Place("", self._device()), *remote]
             self._gather = GatherGroup(self._groups_fanout, self._nodes, places, like=like)
             chunk_bytes = max(1, self._bucket_bytes // (GATHER_SHARE * len(remote)))
-            wanted = self._into_arenas(exports)
+            wanted = self._into_arena(exports)
             arena = self._memory.segment
             self._gather.install(*to_gather(wanted, self._places, remote, exports, arena, chunk_bytes))
             self._gather.started(deadline)
@@ -168,10 +168,10 @@ class BroadcastRoute(BucketRoute):
             segments={rank: export.segments for rank, export in here.items()},
             shards={rank: export.shards for rank, export in here.items()},
             arena=self._memory.segment if self._arenas else None,
-            buckets=self._into_arenas(exports) if exports else [],
+            buckets=self._into_arena(exports) if exports else [],
         )
 
-    def _into_arenas(self, exports: dict[int, Export]) -> list[list[Copy]]:
+    def _into_arena(self, exports: dict[int, Export]) -> list[list[Copy]]:
         """By bucket, the copies that fill it, aimed at the arena."""
         where = zip(self._buckets, self._starts, self._planned, strict=True)
         return [gathered(b, start, copies, exports) for b, start, copies in where]
@@ -223,7 +223,8 @@ class BroadcastRoute(BucketRoute):
     def _new_arenas(self) -> Sequence[Memory]:
         self._starts, nbytes = bucket.at_both_ends(self._buckets, self._bucket_bytes)
         device = self._device()
-        return [transports.get("cuda_ipc" if device else "shm").allocate(nbytes, device)] if self._buckets else []
+        transport = transports.get("cuda_ipc" if device else "shm")
+        return [transport.allocate(max(nbytes, 1), device)] if self._buckets else []
 
     def _arena(self, number: int) -> Any:
         return self._memory.tensor[self._starts[number] :]
@@ -237,8 +238,14 @@ class BroadcastRoute(BucketRoute):
     def _may_be_beside(self, number: int) -> int:
         if self._sender_fills:  # and waits itself
             return UNDER_WAY - 1
-        first, second = sorted((self._starts[n], self._buckets[n].nbytes) for n in (max(0, number - 1), number))
-        return ARENAS - 1 if first[0] + first[1] <= second[0] else 0
+        return ARENAS - 1 if self._is_beside(number) else 0
+
+    def _is_beside(self, number: int) -> bool:
+        """Whether that bucket has no byte of the arena where the one before has one."""
+        if number == 0:
+            return True
+        first, second = sorted((self._starts[n], self._buckets[n].nbytes) for n in (number - 1, number))
+        return first[0] + first[1] <= second[0]
 
     def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], int]:
         planned = self._buckets[number]
@@ -254,6 +261,7 @@ class BroadcastRoute(BucketRoute):
             lambda name: link.client.update_from_distributed(
                 tensors, name, step_of(deadline), flattened=not parts, what=what
             ),
+            is_beside=self._is_beside(number),
             granted=progress.answered if is_end else lambda: None,
             filled=progress.landed if is_end and group.fills else None,
         )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +116,7 @@ class Sender:
     def begin(self, request: Broadcast) -> int:
         """Begin a broadcast, after those begun before; the number by which to ``finish`` it.
 
-        What it is to fill is filled when nobody reads those bytes any more, beside the broadcast before. A GPU does all
+        What it is to fill is filled when nobody reads those bytes any more, beside broadcasts of others. A GPU does all
         that in its own time.
         """
         with self._on_device():
@@ -126,7 +126,7 @@ class Sender:
             if request.fills is not None:
                 for one in list(self._under_way.values()):
                     if one.start < end and start < one.end:
-                        group.follow(one.works, deadline)
+                        one.group.follow(one.works, deadline)
                 filled = self._fillers[request.fills].start(alone=False)
             flat = memory.tensor[start:end]
             parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]
@@ -188,9 +188,9 @@ class Sender:
     def expect(self, request: Expect) -> None:
         """Map the memory that is received into and make the arenas for that."""
         with self._on_device():
-            memories = self._mapped.open(request.segments)
-            self._incoming = incoming(request, memories, self._device)
-            self._mapped.close_all_but(request.segments)
+            (memory,) = self._mapped.open([request.segment])
+            self._incoming = incoming(request, memory, self._device)
+            self._mapped.close_all_but([request.segment])
 
     def receive(self, request: Send) -> int:
         """Receive one part; the number of bytes."""
@@ -216,19 +216,16 @@ def outgoing(request: Load, view: Callable[[Copy], torch.Tensor], device: torch.
     return [Outgoing(part, request.shards, view, buffers) for part in parts]
 
 
-def incoming(request: Expect, memories: Sequence[Memory], device: torch.device) -> list[Incoming]:
-    """The parts of ``request``, ready to be received one after the other into ``memories``."""
+def incoming(request: Expect, memory: Memory, device: torch.device) -> list[Incoming]:
+    """The parts of ``request``, ready to be received one after the other into ``memory``."""
     parts = [_chunks(copies, request) for copies in request.parts]
     buffers = Buffers(device)
     buffers.reserve(parts)
 
-    def into(memory: Memory) -> Callable[[Copy], torch.Tensor]:
-        return lambda copy: _target(memory.tensor, copy, request.shards[copy.rank][copy.source.storage].dtype)
+    def into(copy: Copy) -> torch.Tensor:
+        return _target(memory.tensor, copy, request.shards[copy.rank][copy.source.storage].dtype)
 
-    return [
-        Incoming(part, request.shards, into(memories[number % len(memories)]), buffers)
-        for number, part in enumerate(parts)
-    ]
+    return [Incoming(part, request.shards, into, buffers) for part in parts]
 
 
 def _chunks(copies: dict[int, list[Copy]], request: Load | Expect) -> dict[int, list[Chunk]]:

@@ -84,12 +84,12 @@ class Load(Struct):
 
 
 class Expect(Struct):
-    """What to receive: part ``n`` is copies by the group rank they come from, into ``segments[n % len(segments)]``.
+    """What to receive into ``segment``, part by part: copies by the group rank they come from.
 
-    The target of a copy is a view of that segment, in elements of the dtype of its shard. ``shards`` is for that alone.
+    The target of a copy is a view of the segment, in elements of the dtype of its shard. ``shards`` is for that alone.
     """
 
-    segments: list[Segment]
+    segment: Segment
     shards: dict[int, list[Shard]]
     parts: list[dict[int, list[Copy]]]
     chunk_bytes: int
