@@ -19,7 +19,6 @@ from benchmarks.in_flight import generate
 from benchmarks.rank_wire import Floor, FloorRequest
 from benchmarks.rows import EngineRef, Row, Struct
 from benchmarks.trainers import Trainers
-from weightsync import devices
 from weightsync.config import Config, EngineConfig, EnvConfig
 from weightsync.engines import PauseMode
 from weightsync.engines.local import LocalEngine
@@ -154,7 +153,7 @@ class Bench:
 
         ``tokens``: so many pushes more, each timed until an engine has answered a request for one token after it.
         """
-        before, started = self._used_bytes(), time.perf_counter()
+        started = time.perf_counter()
         actor = self.open(setting)
         connected_s = time.perf_counter() - started
         name = setting.name + (f", {label}" if label else "")
@@ -164,18 +163,11 @@ class Bench:
             assert all(r.verified for r in reports) or setting.verify == "none", reports[-1].notes
             phases = rows.median_phases(r.seconds for r in reports)
             self.add(name, reports[-1].route, setting.verify, seconds, phases)
-            more = {gpu: used - before[gpu] for gpu, used in self._used_bytes().items()}
-            self.details[name] = self._details(connected_s, first, reports) | {"bytes_more": more}
+            self.details[name] = self._details(connected_s, first, reports)
             if tokens:
                 self.attempt(f"{name}, first token", lambda: self._tokens(actor, name, tokens))
         finally:
             actor.close()
-
-    def _used_bytes(self) -> dict[str, int]:
-        """By all processes, of each GPU, the trainer's first."""
-        homes = [info.device_uuid for info in self.trainers.infos]
-        uuids = [uuid for uuid in dict.fromkeys([*homes, *self.subject.engine_gpus]) if uuid]
-        return {f"GPU {number}": devices.used_bytes(uuid) for number, uuid in enumerate(uuids)}
 
     def _details(self, connected_s: float, first: SyncReport, reports: Sequence[SyncReport]) -> dict[str, Any]:
         return {

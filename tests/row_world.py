@@ -28,7 +28,7 @@ class RowWorld:
         self.engines = engines
         self._settings = {
             "pair": "sgl_dtensor_v2",
-            "bucket_bytes": 256,
+            "bucket_bytes": 432,  # so that a tensor goes alone, beside the one before
             "verify": "fingerprint" if all(e.loaders for e in engines) else "none",
             "timeout_s": 60.0,
             "connect_timeout_s": 60.0,

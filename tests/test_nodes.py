@@ -138,6 +138,29 @@ def test_no_end_packs_or_unpacks_in_more_than_two_buckets_passes_included(cluste
     assert 4096 < max(taken) <= 2 * 4096, taken
 
 
+def test_buckets_gathered_from_other_nodes_take_two_with_what_they_pass_on_the_way(cluster, monkeypatch):
+    made: list[Buffers] = []
+
+    class Kept(Buffers):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            made.append(self)
+
+    monkeypatch.setattr(nccl, "Buffers", Kept)
+    one = cluster([HERE, B, C], stock())
+    one.trainer.close()
+    one.trainer = RowTrainer({f"{number}.weight": (682, 3) for number in range(5)}, [HERE, B, C])
+    bucket_bytes = 9 << 10  # of which 8 are tensors
+    one._settings |= {"publishers": one.trainer.addresses, "bucket_bytes": bucket_bytes}
+    one.engines[0].models[0].load_weights = lambda weights: [tensor for _, tensor in weights]
+    one.push(1)
+    broadcast = one.session._groundwork.routes["nccl"]._whole
+    nccl.incoming(broadcast._gather._expect, broadcast._memory, torch.device("cpu"))
+    (buffers,) = made
+    assert buffers.nbytes > 0 and len(broadcast._buckets) == 5
+    assert broadcast._memory.segment.nbytes + buffers.nbytes <= 2 * bucket_bytes
+
+
 class Norm(torch.nn.Module):
     """A replicated tensor alone, large beside its packing."""
 

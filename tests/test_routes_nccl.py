@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -483,6 +484,48 @@ def test_groups_made_before_a_name_that_is_taken_are_made_again_and_not_forgotte
 # ------------------------------------------------------------------------------------------------------- failures
 
 
+@pytest.mark.parametrize(
+    ("path", "how", "times"),
+    [
+        (INIT, "silent", 1),
+        (INIT, "drop", 1),
+        (INIT, "500", 1),
+        (DISTRIBUTED, "silent", 5),
+        (DISTRIBUTED, "drop", 5),
+        (DISTRIBUTED, "400", 1),
+    ],
+)
+def test_an_engine_that_fails_at_the_first_message_ends_the_push_in_time_with_nothing_applied(world, path, how, times):
+    one = world(stock(), timeout_s=20.0)
+    fake = one.engines[0]
+    fake.misbehave(path, how, times=times)
+    _, started = one.session, time.monotonic()
+    with pytest.raises(WeightSyncError) as caught:
+        one.push(1)
+    assert time.monotonic() - started < 8, "a step, which is a quarter of the push's time"
+    (said,) = caught.value.report
+    assert said["url"] == fake.url and said["state"] == "serving" and not fake.paused
+    fake._faults.clear()
+    one.push(2)
+    assert_serves(fake, one.tensors, 2)
+
+
+def test_several_engines_take_a_bucket_at_the_same_time(world):
+    one = world(stock(), stock(2), stock())
+    one.push(1)
+    all_are_in = threading.Barrier(3)
+
+    def enter(update: Callable, body: dict) -> Any:
+        all_are_in.wait(20)
+        return update(body)
+
+    for fake in one.engines:
+        fake.groups.update = partial(enter, fake.groups.update)
+    one.push(2)
+    for fake in one.engines:
+        assert_serves(fake, one.tensors, 2)
+
+
 def test_an_engine_that_refuses_its_group_is_untouched_and_serves_on(world):
     one = world(stock(), stock(2))
     one.push(1)
@@ -640,19 +683,25 @@ def test_an_address_that_is_not_ours_is_named(world):
 
 
 @pytest.mark.parametrize("kind", [stock, engine])
-def test_a_trainer_that_raises_leaves_every_engine_with_the_old_weights(world, kind):
+def test_a_trainer_that_raises_leaves_every_engine_with_the_old_weights(world, kind, monkeypatch):
     one = world(kind(), kind(2))
     one.push(1)
     one.train(3)
     with pytest.raises(TransferError, match="step 3"):
         one.session.push(PushRequest(step=2))
     assert all(fake.weight_version == "1" and not fake.paused for fake in one.engines)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.publisher._offer, "publish", Mock(side_effect=RuntimeError("out of memory")))
+        with pytest.raises(WeightSyncError, match="out of memory"):
+            one.session.push(PushRequest(step=3))
+    assert all(fake.weight_version == "1" and not fake.paused for fake in one.engines)
     one.push(4)
     for fake in one.engines:
         assert_serves(fake, one.tensors, 4)
 
 
-def test_two_runs_on_one_host_at_once(world):
+def test_two_runs_on_one_host_at_once(world, monkeypatch):
+    monkeypatch.setattr(routes_nccl, "Nursery", Nursery)  # each starts senders of its own
     runs = [world(stock(2)), world(engine(2))]
     threads = [threading.Thread(target=run.push, args=(1,)) for run in runs]
     for thread in threads:

@@ -102,6 +102,8 @@ def plan(
         from weightsync import topology as topologies
 
         with errors_end_it():
+            if config is not None or publishers is not None or connect:
+                raise ConfigError("--topology is a cluster of its own: it takes no configuration, trainer or actor")
             print(topologies.explain(topologies.load_topology(topology), links=links), end="")
         return
     with errors_end_it(), _session(config, publishers, connect) as sync:

@@ -27,7 +27,7 @@ from weightsync.turns import Turn
 from weightsync.workers import Workers
 
 GATHER_SHARE = 8
-"""Of a bucket: what its parts from other nodes may take on the way, twice, at both ends."""
+"""Of a bucket: what its parts from other nodes may take on the way, twice, at both ends. It is smaller by that."""
 
 BROADCAST_BYTES = 1 << 30
 """Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that.
@@ -218,7 +218,9 @@ class BroadcastRoute(BucketRoute):
 
     @property
     def _bucket_bytes(self) -> int:
-        return self._config.bucket_bytes or (BROADCAST_BYTES if self._device() else BUCKET_BYTES)
+        nbytes = self._config.bucket_bytes or (BROADCAST_BYTES if self._device() else BUCKET_BYTES)
+        is_one_node = all(self._is_here(rank) for rank in self._places)
+        return nbytes if is_one_node else max(1, nbytes * GATHER_SHARE // (GATHER_SHARE + 1))
 
     def _new_arenas(self) -> Sequence[Memory]:
         self._starts, nbytes = bucket.at_both_ends(self._buckets, self._bucket_bytes)

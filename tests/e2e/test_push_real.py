@@ -1,4 +1,4 @@
-"""Pushes from two FSDP2-like ranks into real servers, both routes, both API generations, one and two TP ranks."""
+"""Pushes from two FSDP2-like ranks into real servers, all routes, both API generations, one and two TP ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 
 from tests.e2e.training import Training
 from tests.servers import BOOT_SEED, PADDED, Kind, Servers, ask, log_probabilities
+from weightsync.engines import sglang as client_module
 from weightsync.errors import EngineRejected, PlanError
 
 PROMPT = "The quick brown fox jumps over"
 OTHER_SEED = 2
+ROUTES = ("shm", "bucket", "nccl")
 KINDS = [Kind("0.5.23"), PADDED]
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("kind", KINDS, ids=str)]
@@ -23,10 +25,10 @@ def version_of(url: str) -> str:
     return httpx.get(f"{url}/model_info", timeout=30).json()["weight_version"]
 
 
-def test_both_routes_bring_the_same_bytes(servers: Servers, training: Training, kind: Kind) -> None:
+def test_all_routes_bring_the_same_bytes(servers: Servers, training: Training, kind: Kind) -> None:
     """Fingerprints verified, log-probabilities equal to the last bit: to each other and to a load from disk."""
     url, said = servers.get(kind).url, {}
-    for route in ("shm", "bucket"):
+    for route in ROUTES:
         with training.into(url, kind.model, route=route, bucket_bytes=300_000) as one:
             for seed in (OTHER_SEED, BOOT_SEED):
                 report = one.push(seed)
@@ -34,9 +36,23 @@ def test_both_routes_bring_the_same_bytes(servers: Servers, training: Training, 
                 assert version_of(url) == str(one.step)
                 said[route, seed] = log_probabilities(url, kind.model.vocab_size), ask(url, PROMPT).tokens
     for seed in (OTHER_SEED, BOOT_SEED):
-        assert said["shm", seed] == said["bucket", seed], f"routes differ on seed {seed}"
+        assert all(said[route, seed] == said["shm", seed] for route in ROUTES), f"routes differ on seed {seed}"
     assert said["shm", BOOT_SEED][0] == servers.fresh(kind)
     assert said["shm", OTHER_SEED][1] != said["shm", BOOT_SEED][1]
+
+
+def test_a_broadcast_brings_what_is_loaded_from_disk(
+    servers: Servers, training: Training, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "RECEIVER_LOADER", "nobody's")
+    url, said = servers.get(kind).url, {}
+    with training.into(url, kind.model, route="nccl", bucket_bytes=300_000, verify="none") as one:
+        for seed in (OTHER_SEED, BOOT_SEED):
+            one.train(seed)
+            report = one.push_again()
+            assert report.route == "nccl" and version_of(url) == str(one.step)
+            said[seed] = log_probabilities(url, kind.model.vocab_size)
+    assert said[BOOT_SEED] == servers.fresh(kind) != said[OTHER_SEED]
 
 
 def test_ask_push_ask_again_gives_the_new_weights_answer_from_no_cache(
