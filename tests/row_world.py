@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tests.fakes.engine import FakeEngine
 from tests.fakes.model import FakeModel
 from tests.fakes.rows import RowTrainer
+from tests.senders import BUCKET_BYTES
 from tests.test_session import assert_serves
 from weightsync.config import load_config
 from weightsync.reports import PushRequest
@@ -28,7 +29,7 @@ class RowWorld:
         self.engines = engines
         self._settings = {
             "pair": "sgl_dtensor_v2",
-            "bucket_bytes": 432,  # so that a tensor goes alone, beside the one before
+            "bucket_bytes": BUCKET_BYTES * 9 // 8,  # a ninth smaller where ranks are on several nodes
             "verify": "fingerprint" if all(e.loaders for e in engines) else "none",
             "timeout_s": 60.0,
             "connect_timeout_s": 60.0,

@@ -8,7 +8,8 @@ import torch
 from tests.fakes import in_place
 from tests.trainers.reading import Reading
 from weightsync import transports
-from weightsync.arena import ALIGNMENT, lay_out
+from weightsync.arena import lay_out
+from weightsync.boxes import ALIGNMENT
 from weightsync.errors import TransferError
 from weightsync.fingerprint import fingerprint
 from weightsync.publisher import Publisher

@@ -44,6 +44,13 @@ def test_a_made_up_cluster_is_costed_with_as_many_links_as_one_asks_for(tmp_path
     assert all(row.count(" GB") == links for row in rows), text
 
 
+@pytest.mark.parametrize("beside", [["c.yaml"], ["--publishers", "p.txt"], ["--connect", "tcp://127.0.0.1:1"]])
+def test_a_made_up_cluster_and_a_real_one_do_not_go_together(tmp_path, beside):
+    (tmp_path / "cluster.yaml").write_text("{gpus: [8], models: [{name: 8B, num_bytes: 16000000000, tp: 1}]}")
+    status, text = run("plan", *beside, "--topology", str(tmp_path / "cluster.yaml"))
+    assert status == 1 and "--topology describes a made-up cluster" in text
+
+
 def test_push_prints_its_report_as_json(served):
     world, address = served
     world.train(3)

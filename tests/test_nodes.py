@@ -59,6 +59,21 @@ def cluster(actors, nursery, monkeypatch) -> Iterator[Callable[..., RowWorld]]:
         one.close()
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Buffers]:
+    """All that is packed or unpacked in, of this process."""
+    kept: list[Buffers] = []
+
+    class Kept(Buffers):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            kept.append(self)
+
+    monkeypatch.setattr(exchanging, "Buffers", Kept)
+    monkeypatch.setattr(nccl, "Buffers", Kept)
+    return kept
+
+
 def senders_of(actor: NodeServer) -> list:
     return [sender for senders in actor._wire._senders.values() for sender in senders]
 
@@ -116,16 +131,7 @@ def test_what_tp_ranks_need_alike_leaves_the_trainer_once(cluster):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_no_end_packs_or_unpacks_in_more_than_two_buckets_passes_included(cluster, monkeypatch, tp_size):
-    made: list[Buffers] = []
-
-    class Kept(Buffers):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            made.append(self)
-
-    monkeypatch.setattr(exchanging, "Buffers", Kept)
-    monkeypatch.setattr(nccl, "Buffers", Kept)
+def test_no_end_packs_or_unpacks_in_more_than_two_buckets_passes_included(cluster, made, tp_size):
     one = norms(cluster, tp_size)
     of_ranks = [sending.nbytes + receiving.nbytes for sending, receiving in zip(made[::2], made[1::2], strict=True)]
     assert len(of_ranks) == tp_size
@@ -138,15 +144,7 @@ def test_no_end_packs_or_unpacks_in_more_than_two_buckets_passes_included(cluste
     assert 4096 < max(taken) <= 2 * 4096, taken
 
 
-def test_buckets_gathered_from_other_nodes_take_two_with_what_they_pass_on_the_way(cluster, monkeypatch):
-    made: list[Buffers] = []
-
-    class Kept(Buffers):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            made.append(self)
-
-    monkeypatch.setattr(nccl, "Buffers", Kept)
+def test_buckets_gathered_from_other_nodes_take_two_with_what_they_pass_on_the_way(cluster, made):
     one = cluster([HERE, B, C], stock())
     one.trainer.close()
     one.trainer = RowTrainer({f"{number}.weight": (682, 3) for number in range(5)}, [HERE, B, C])

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from tests.fakes.model import FakeModel
 from tests.senders import children, stock, worlds
 from tests.test_session import Concatenating, World, assert_serves, engine, served
 from weightsync import groups_broadcast, nodes, routes_broadcast, routes_nccl
+from weightsync.boxes import aligned
 from weightsync.deadline import Deadline
 from weightsync.engines.lane import Lane
 from weightsync.errors import ConfigError, EngineLost, EngineRejected, TransferError, WeightSyncError
@@ -31,7 +31,7 @@ from weightsync.groups_exchange import ExchangeGroup
 from weightsync.publisher import Publisher
 from weightsync.reports import PushRequest
 from weightsync.spec import Segment, TensorSpec
-from weightsync.transports.bucket import ALIGNMENT, without_gaps
+from weightsync.transports.bucket import without_gaps
 from weightsync.transports.nccl_wire import Part
 from weightsync.transports.sender import Nursery, SenderProcess
 from weightsync.workers import Workers
@@ -107,7 +107,7 @@ def test_an_engine_that_refuses_a_bucket_without_taking_part_gets_no_other_in_it
     before = {name: tensor.clone() for name, tensor in served(fake).items()}
 
     def load(body):
-        asked.append(body["names"])
+        asked.append(body)
         if len(asked) == at:
             time.sleep(0.3)
             return 400, {"success": False, "message": "CUDA out of memory"}
@@ -119,8 +119,9 @@ def test_an_engine_that_refuses_a_bucket_without_taking_part_gets_no_other_in_it
     buckets = [
         [entry.tensor.name for entry in b.entries] for b in one.session._groundwork.routes["nccl"]._whole._buckets
     ]
-    assert f"bucket {buckets.index(asked[at - 1]) + 1} of {len(buckets)}: " in str(caught.value)
-    assert len(asked) == at + 1, "the next one is there already"
+    assert f"bucket {buckets.index(asked[at - 1]['names']) + 1} of {len(buckets)}: " in str(caught.value)
+    by = [body["group_name"] for body in asked]
+    assert len(asked) in (at, at + 1) and by[at - 1] not in by[at:], "by the other group, if it was there already"
     held = served(fake)
     for name, tensor in one.tensors.items():
         assert torch.equal(held[name], tensor) or torch.equal(held[name], before[name]), name
@@ -186,21 +187,21 @@ def test_the_arena_has_two_buckets_or_the_largest_tensor_and_is_overwritten_only
     one = world(*[stock() for _ in range(engines)], bucket_bytes=bucket_bytes)
     one.push(1)
     for fake in one.engines:
-        fake.groups.update = partial(_late, fake.groups.update)
+        fake.groups.update = _late(fake.groups.update, lambda: 0.1)
     one.push(2)
     for fake in one.engines:
         assert_serves(fake, one.tensors, 2)
     whole = one.session._groundwork.routes["nccl"]._whole
-    (arena,), largest = whole._arenas, max(tensor.nbytes for tensor in one.tensors.values())
-    assert arena.segment.nbytes <= max(2 * bucket_bytes, largest) + 2 * ALIGNMENT
-    assert len(whole._buckets) > 1 or bucket_bytes >= sum(tensor.nbytes for tensor in one.tensors.values())
+    sizes = [aligned(tensor.nbytes) for tensor in one.tensors.values()]
+    (arena,), two = whole._arenas, 2 * aligned(bucket_bytes)
+    assert arena.segment.nbytes <= min(max(two, *sizes), sum(sizes))
 
 
 @pytest.mark.parametrize("engines", [1, 2], ids=["filled by the sender", "filled by the actor"])
-@pytest.mark.parametrize("seed", [0, 1, 3])
-def test_tensors_of_all_sizes_and_dtypes_arrive_though_buckets_overlap(world, monkeypatch, seed, engines):
+@pytest.mark.parametrize(("seed", "bucket_bytes"), [(0, 300), (1, 1500), (3, 3500)])  # neighbours overlap in part
+def test_tensors_of_all_sizes_and_dtypes_arrive_though_buckets_overlap(world, monkeypatch, seed, bucket_bytes, engines):
     chosen = random.Random(seed)
-    one = world(*[stock() for _ in range(engines)], bucket_bytes=300 if seed == 0 else 500 + 1000 * seed)
+    one = world(*[stock() for _ in range(engines)], bucket_bytes=bucket_bytes)
     monkeypatch.setattr(routes_broadcast, "PART_BYTES", chosen.choice([1, 2000, 1 << 26]))
     dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
     sizes = [0, 1, *[chosen.randint(2, 2500) for _ in range(8)]]
@@ -210,7 +211,7 @@ def test_tensors_of_all_sizes_and_dtypes_arrive_though_buckets_overlap(world, mo
     held: list[dict[str, torch.Tensor]] = [{} for _ in one.engines]
     for fake, own in zip(one.engines, held, strict=True):
         fake.models[0].load_weights = lambda weights, own=own: own.update({n: w.clone() for n, w in weights})
-        fake.groups.update = partial(_late, fake.groups.update, upto_s=0.03)
+        fake.groups.update = _late(fake.groups.update, lambda: chosen.uniform(0, 0.03))
     for step in (1, 2, 3):
         for tensor in one.tensors.values():
             tensor.copy_(torch.randint(0, 200, tensor.shape).to(tensor.dtype))
@@ -218,9 +219,7 @@ def test_tensors_of_all_sizes_and_dtypes_arrive_though_buckets_overlap(world, mo
         one.session.push(PushRequest(step=step))
         assert all(torch.equal(own[name], tensor) for own in held for name, tensor in one.tensors.items())
     whole = one.session._groundwork.routes["nccl"]._whole
-    spans = [(start, start + b.nbytes) for start, b in zip(whole._starts, whole._buckets, strict=True)]
-    overlapping = [a for a, b in itertools.pairwise(spans) if a[0] != b[0] and max(a[0], b[0]) < min(a[1], b[1])]
-    assert overlapping, "in part"
+    assert any(a.start != b.start and a.overlaps(b) for a, b in itertools.pairwise(whole._buckets)), "in part"
 
 
 def test_tensors_without_elements_alone_are_no_fault(world):
@@ -233,9 +232,12 @@ def test_tensors_without_elements_alone_are_no_fault(world):
     assert one.push(1).weight_version == "1"
 
 
-def _late(update: Callable, body: dict, upto_s: float = 0.0) -> Any:
-    time.sleep(random.uniform(0, upto_s) if upto_s else 0.1)
-    return update(body)
+def _late(update: Callable, wait_s: Callable[[], float]) -> Callable:
+    def late(body: dict) -> Any:
+        time.sleep(wait_s())
+        return update(body)
+
+    return late
 
 
 def test_the_first_bucket_is_no_larger_than_what_an_engine_has_to_wait_for(world, monkeypatch):
@@ -490,7 +492,7 @@ def test_groups_made_before_a_name_that_is_taken_are_made_again_and_not_forgotte
         (INIT, "silent", 1),
         (INIT, "drop", 1),
         (INIT, "500", 1),
-        (DISTRIBUTED, "silent", 5),
+        (DISTRIBUTED, "silent", 5),  # a call that is dropped may be made again
         (DISTRIBUTED, "drop", 5),
         (DISTRIBUTED, "400", 1),
     ],
@@ -499,12 +501,13 @@ def test_an_engine_that_fails_at_the_first_message_ends_the_push_in_time_with_no
     one = world(stock(), timeout_s=20.0)
     fake = one.engines[0]
     fake.misbehave(path, how, times=times)
-    _, started = one.session, time.monotonic()
+    before, _, started = served(fake), one.session, time.monotonic()
     with pytest.raises(WeightSyncError) as caught:
         one.push(1)
-    assert time.monotonic() - started < 8, "a step, which is a quarter of the push's time"
+    assert time.monotonic() - started < 15, "a step is a quarter of the push's 20 s"
     (said,) = caught.value.report
     assert said["url"] == fake.url and said["state"] == "serving" and not fake.paused
+    assert all(torch.equal(tensor, before[name]) for name, tensor in served(fake).items())
     fake._faults.clear()
     one.push(2)
     assert_serves(fake, one.tensors, 2)
@@ -684,6 +687,9 @@ def test_an_address_that_is_not_ours_is_named(world):
 
 @pytest.mark.parametrize("kind", [stock, engine])
 def test_a_trainer_that_raises_leaves_every_engine_with_the_old_weights(world, kind, monkeypatch):
+    def out_of_memory(*_) -> None:
+        raise RuntimeError("out of memory")
+
     one = world(kind(), kind(2))
     one.push(1)
     one.train(3)
@@ -691,7 +697,7 @@ def test_a_trainer_that_raises_leaves_every_engine_with_the_old_weights(world, k
         one.session.push(PushRequest(step=2))
     assert all(fake.weight_version == "1" and not fake.paused for fake in one.engines)
     with monkeypatch.context() as patch:
-        patch.setattr(one.publisher._offer, "publish", Mock(side_effect=RuntimeError("out of memory")))
+        patch.setattr(one.publisher._offer, "publish", out_of_memory)
         with pytest.raises(WeightSyncError, match="out of memory"):
             one.session.push(PushRequest(step=3))
     assert all(fake.weight_version == "1" and not fake.paused for fake in one.engines)

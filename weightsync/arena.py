@@ -14,13 +14,11 @@ from typing import NamedTuple
 import torch
 
 from weightsync import transports
-from weightsync.boxes import dense_strides
+from weightsync.boxes import ALIGNMENT, aligned, dense_strides
 from weightsync.errors import ConfigError, TransferError
 from weightsync.spec import Segment, Shard
 from weightsync.trainers import Held
 from weightsync.transports import Memory, Puller
-
-ALIGNMENT = 256  # bytes; what wide GPU reads and the largest element need
 
 
 class Slot(NamedTuple):
@@ -64,7 +62,7 @@ def lay_out(transport: str, device: str, wanted: Sequence[tuple[int, tuple[int, 
     """Place (tensor index, size, dtype) one after the other. Empty tensors take no room, but have no slot either."""
     slots, end = [], 0
     for index, size, dtype in wanted:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+        start = aligned(end)
         slots.append(Slot(index, size, dtype, start))
         end = start + prod(size) * dtype.itemsize
     return Layout(transport, device, tuple(slots), end)
@@ -84,7 +82,7 @@ def in_parts(layout: Layout, limit_bytes: int) -> Layout:
     part_bytes = half if num_parts == 2 else limit_bytes
     slots, number, end, used = [], 0, 0, 0
     for slot, size in zip(layout.slots, sizes, strict=True):
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+        start = aligned(end)
         if start + size > part_bytes:
             number, start = number + 1, 0
         end = start + size

@@ -10,6 +10,14 @@ from typing import NamedTuple
 
 from weightsync.spec import Box, Rule
 
+ALIGNMENT = 256
+"""Bytes: where things begin in memory of ours; what wide GPU reads and the largest element need."""
+
+
+def aligned(nbytes: int) -> int:
+    """The next place, in bytes, where something may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
 
 class Piece(NamedTuple):
     """A box of a Hugging Face tensor and where it lies in a shard: element offset, one element stride a dim."""

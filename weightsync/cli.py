@@ -103,7 +103,7 @@ def plan(
 
         with errors_end_it():
             if config is not None or publishers is not None or connect:
-                raise ConfigError("--topology is a cluster of its own: it takes no configuration, trainer or actor")
+                raise ConfigError("--topology describes a made-up cluster: give nothing but --links with it")
             print(topologies.explain(topologies.load_topology(topology), links=links), end="")
         return
     with errors_end_it(), _session(config, publishers, connect) as sync:

@@ -89,8 +89,9 @@ class Config(Struct):
     flushed because requests wait. ``on_engine_failure``: ``raise`` fails the push, ``exclude`` goes on with the others.
     ``constants``: patterns of engine parameters that no trainer tensor feeds and no push writes; ``leave_out``:
     patterns of trainer tensors that no engine gets. ``envs``: by environment name, e.g. ``sgl_dtensor_v2``.
-    ``bucket_bytes``: of one bucket; None: by what the GPU has free; BUCKET_BYTES in host memory, and over NCCL too,
-    but for broadcasts to stock engines, of 1 GiB.
+    ``bucket_bytes``: of one bucket; memory is taken for two, or for the largest tensor. None: by what the GPU has free;
+    BUCKET_BYTES in host memory, and over NCCL too, but for broadcasts to stock engines, of 1 GiB. Those are a ninth
+    smaller where the trainer is on several nodes.
     """
 
     pair: Literal["sgl_dtensor_v2", "sgl_megatron"]

@@ -79,12 +79,12 @@ class GatherGroup(Senders):
         self._fanout.all(call, list(zip(self._senders, methods, arguments, strict=True)))
 
 
-def gathered(bucket: Bucket, begin: int, copies: Sequence[tuple[int, Copy]], exports: dict[int, Export]) -> list[Copy]:
-    """``copies`` with the index of their tensor in ``bucket``, aimed at an arena where that ``begin``s."""
+def gathered(bucket: Bucket, copies: Sequence[tuple[int, Copy]], exports: dict[int, Export]) -> list[Copy]:
+    """``copies`` with the index of their tensor in ``bucket``, aimed at the arena where that is placed."""
     aimed = []
     for index, copy in copies:
         entry = bucket.entries[index]
-        start = (begin + entry.start) // dtype_bytes(exports[copy.rank].shards[copy.source.storage].dtype)
+        start = (bucket.start + entry.start) // dtype_bytes(exports[copy.rank].shards[copy.source.storage].dtype)
         strides = dense_strides(entry.tensor.shape)
         within = sum(o * s for o, s in zip(copy.box.offset, strides, strict=True))
         aimed.append(Copy(copy.tensor, copy.box, copy.rank, copy.source, View(0, start + within, strides)))

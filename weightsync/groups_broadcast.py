@@ -56,7 +56,7 @@ class Sending:
 
     request: Broadcast
     update: Callable[[str], Call]
-    is_beside: bool = True
+    is_beside: bool
     granted: Callable[[], None] = lambda: None
     filled: Callable[[], None] | None = None
 
@@ -163,6 +163,8 @@ class BroadcastGroup(EngineGroup):
         self._wait(turn, same.asked, deadline)
         update = bucket.update(turn.group)  # all but its last byte lies there while the engine is with that one
         try:
+            # Requests on two connections may overtake each other, and an engine would wait in this one for ever if its
+            # sender fills it only when the one before has been sent.
             self._wait(turn, before.asked if bucket.is_beside else before.granted, deadline)
             self._wait(turn, same.granted, deadline)
             self._turns.ask(turn)

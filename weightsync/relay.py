@@ -13,14 +13,13 @@ import msgspec
 import torch
 
 from weightsync import transports
-from weightsync.boxes import dense_strides, volume
+from weightsync.boxes import aligned, dense_strides, volume
 from weightsync.rounds import num_rounds, round_of
 from weightsync.spec import Copy, Export, RankPlan, Segment, Shard, View
 from weightsync.transports import Memory, Puller
 from weightsync.views import source_view
 
 RELAY_RANK = -1
-_ALIGNMENT = 256
 _NUM_CHUNKS, _LEAST_CHUNK_BYTES = 8, 64 << 20
 
 
@@ -118,7 +117,7 @@ def _lay_out(relayed: list[Copy], exports: dict[int, Export]) -> tuple[list[Shar
     shards, end = [], 0
     for copy in relayed:
         origin = exports[copy.rank].shards[copy.source.storage]
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        start = aligned(end)
         strides = dense_strides(copy.box.size)
         shards.append(Shard(copy.tensor, origin.shape, origin.dtype, copy.box, strides, 0, start))
         end = start + volume(copy.box) * getattr(torch, origin.dtype).itemsize

@@ -18,7 +18,7 @@ from weightsync.groups_broadcast import BroadcastGroup, Sending, step_of
 from weightsync.nodes import Nodes, Place
 from weightsync.plan import Plan
 from weightsync.routes import Outcome
-from weightsync.routes_bucket import ARENAS, BucketRoute
+from weightsync.routes_bucket import IN_TURNS, BucketRoute
 from weightsync.spec import Copy, Export, TensorSpec
 from weightsync.transports import Memory, bucket
 from weightsync.transports.bucket_cuda import CudaArena
@@ -27,7 +27,9 @@ from weightsync.turns import Turn
 from weightsync.workers import Workers
 
 GATHER_SHARE = 8
-"""Of a bucket: what its parts from other nodes may take on the way, twice, at both ends. It is smaller by that."""
+"""Parts from other nodes pass through buffers of an eighth of a bucket, two at either end. Buckets are a ninth smaller
+where the trainer is on several nodes, so that all fits into two of ``bucket_bytes``.
+"""
 
 BROADCAST_BYTES = 1 << 30
 """Of a bucket between GPUs: with half as many bytes, what an engine does beside receiving takes longer than that.
@@ -71,7 +73,6 @@ class BroadcastRoute(BucketRoute):
         self._groups: dict[str, BroadcastGroup] = {}
         self._begun: dict[str, tuple[Turn, Future[int]]] = {}
         self._gather: GatherGroup | None = None
-        self._starts: list[int] = []
 
     def prepare(self, links: list[EngineLink], plan: Plan, exports: dict[int, Export], deadline: Deadline) -> None:
         if not links:
@@ -93,9 +94,11 @@ class BroadcastRoute(BucketRoute):
         self._groups = kept
         self._prepare_gathering(links[0], exports, deadline)
         only = len(links) == 1 and self._gather is None
-        fill = self._fill_by_sender(exports if only else {})
         for group in kept.values():
-            group.prepare(fill, len(self._buckets), deadline)
+            if self._buckets:
+                group.prepare(self._fill_by_sender(exports if only else {}), len(self._buckets), deadline)
+            else:
+                group.unmap(deadline)
 
     def begin(self, link: EngineLink, deadline: Deadline) -> None:
         """While its engine pauses: have the sender begin with the first bucket, if it is the one that fills."""
@@ -167,14 +170,13 @@ class BroadcastRoute(BucketRoute):
         return Fill(
             segments={rank: export.segments for rank, export in here.items()},
             shards={rank: export.shards for rank, export in here.items()},
-            arena=self._memory.segment if self._arenas else None,
+            arena=self._memory.segment,
             buckets=self._into_arena(exports) if exports else [],
         )
 
     def _into_arena(self, exports: dict[int, Export]) -> list[list[Copy]]:
         """By bucket, the copies that fill it, aimed at the arena."""
-        where = zip(self._buckets, self._starts, self._planned, strict=True)
-        return [gathered(b, start, copies, exports) for b, start, copies in where]
+        return [gathered(b, copies, exports) for b, copies in zip(self._buckets, self._planned, strict=True)]
 
     def _fill(self, number: int, deadline: Deadline) -> None:
         if self._sender_fills:
@@ -210,7 +212,7 @@ class BroadcastRoute(BucketRoute):
     @property
     def _most_under_way(self) -> int:
         """An engine is asked for them in turn; see ``groups_broadcast``."""
-        return UNDER_WAY if self._sender_fills else ARENAS
+        return UNDER_WAY if self._sender_fills else IN_TURNS
 
     @property
     def _sender_fills(self) -> bool:
@@ -219,17 +221,18 @@ class BroadcastRoute(BucketRoute):
     @property
     def _bucket_bytes(self) -> int:
         nbytes = self._config.bucket_bytes or (BROADCAST_BYTES if self._device() else BUCKET_BYTES)
-        is_one_node = all(self._is_here(rank) for rank in self._places)
-        return nbytes if is_one_node else max(1, nbytes * GATHER_SHARE // (GATHER_SHARE + 1))
+        alone = all(self._is_here(rank) for rank in self._places)
+        return nbytes if alone else max(1, nbytes * GATHER_SHARE // (GATHER_SHARE + 1))
 
     def _new_arenas(self) -> Sequence[Memory]:
-        self._starts, nbytes = bucket.at_both_ends(self._buckets, self._bucket_bytes)
-        device = self._device()
-        transport = transports.get("cuda_ipc" if device else "shm")
-        return [transport.allocate(max(nbytes, 1), device)] if self._buckets else []
+        if not self._buckets:
+            return []
+        self._buckets, nbytes = bucket.at_both_ends(self._buckets, self._bucket_bytes)
+        transport = transports.get("cuda_ipc" if self._device() else "shm")
+        return [transport.allocate(max(nbytes, 1), self._device())]
 
     def _arena(self, number: int) -> Any:
-        return self._memory.tensor[self._starts[number] :]
+        return self._memory.tensor[self._buckets[number].start :]
 
     @property
     def _memory(self) -> Memory:
@@ -237,27 +240,24 @@ class BroadcastRoute(BucketRoute):
         assert not isinstance(memory, bucket.Arena | CudaArena), "this route makes its own"
         return memory
 
-    def _may_be_beside(self, number: int) -> int:
+    def _most_while_filling(self, number: int) -> int:
         if self._sender_fills:  # and waits itself
             return UNDER_WAY - 1
-        return ARENAS - 1 if self._is_beside(number) else 0
+        return IN_TURNS - 1 if self._is_beside(number) else 0
 
     def _is_beside(self, number: int) -> bool:
         """Whether that bucket has no byte of the arena where the one before has one."""
-        if number == 0:
-            return True
-        first, second = sorted((self._starts[n], self._buckets[n].nbytes) for n in (number - 1, number))
-        return first[0] + first[1] <= second[0]
+        return number == 0 or not self._buckets[number].overlaps(self._buckets[number - 1])
 
     def _sender(self, link: EngineLink, number: int, deadline: Deadline) -> Callable[[], int]:
         planned = self._buckets[number]
         specs = [entry.tensor for entry in planned.entries]
         tensors = Tensors([s.name for s in specs], [s.dtype for s in specs], [s.shape for s in specs])
-        what, segment = f"bucket {number + 1} of {len(self._buckets)}", self._memory.segment
-        parts = parts_of(planned)
+        what, parts = f"bucket {number + 1} of {len(self._buckets)}", parts_of(planned)
         group, progress, is_end = self._groups[link.url], link.progress, self._is_all and planned is self._buckets[-1]
         turn, fills = group.turn(what), number if group.fills else None
-        request = Broadcast("", segment, planned.nbytes, deadline.remaining_s(), parts, fills, self._starts[number])
+        segment, nbytes, start = self._memory.segment, planned.nbytes, planned.start
+        request = Broadcast("", segment, nbytes, deadline.remaining_s(), parts=parts, fills=fills, start=start)
         sending = Sending(
             request,
             lambda name: link.client.update_from_distributed(

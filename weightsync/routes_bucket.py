@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,7 +29,8 @@ from weightsync.transports.bucket_cuda import CudaArena, limit_bytes, share_by_h
 from weightsync.views import SourceViews, box_of
 
 NOTE = "buckets:"
-ARENAS = 2
+IN_TURNS = 2
+"""Arenas, or ends of one: while a bucket is filled the one before may be on its way."""
 _HERE = "here"
 
 
@@ -73,8 +73,8 @@ class BucketRoute:
         self._planned = self._copies(tensors, exports)
         self._make_arenas()
         self._is_prepared = True
-        nbytes = sum(arena.tensor.numel() for arena in self._arenas if arena.tensor is not None)
-        note = f"{NOTE} {len(self._buckets)} of at most {self._largest} bytes, by way of {nbytes}"
+        nbytes = sum(arena.tensor.nbytes for arena in self._arenas)
+        note = f"{NOTE} {len(self._buckets)} of at most {self._largest} bytes, in arenas of {nbytes}"
         for link in links:
             link.notes = [n for n in link.notes if not n.startswith(NOTE)] + [note]
 
@@ -115,8 +115,8 @@ class BucketRoute:
         under_way: deque[list[tuple[EngineLink, Future]]] = deque()
         try:
             for number in range(len(self._buckets)):
-                while len(under_way) > self._may_be_beside(number):
-                    self._collect(under_way.popleft(), outcomes)
+                while len(under_way) > self._most_while_filling(number):
+                    self._collect(under_way.popleft(), outcomes)  # it lies where this one is to lie
                 self._fill(number, deadline)
                 if len(under_way) >= self._most_under_way:
                     self._collect(under_way.popleft(), outcomes)
@@ -147,7 +147,7 @@ class BucketRoute:
     @property
     def _most_under_way(self) -> int:
         """Buckets that are sent at once: one that comes while an engine loads the one before waits in the engine."""
-        return ARENAS if self._gpu else 1
+        return IN_TURNS if self._gpu else 1
 
     def _is_here(self, rank: int) -> bool:
         """Whether this process can map what that training rank exported."""
@@ -176,8 +176,8 @@ class BucketRoute:
 
     def _new_arenas(self) -> Sequence[bucket.Arena | CudaArena | Memory]:
         """Two, that take turns."""
-        make = partial(CudaArena, uuid=self._gpu) if self._gpu else bucket.Arena
-        return [make(self._largest) for _ in self._buckets[:ARENAS]]
+        gpu, nbytes = self._gpu, self._largest
+        return [CudaArena(nbytes, gpu) if gpu else bucket.Arena(nbytes) for _ in self._buckets[:IN_TURNS]]
 
     def _tensors(self, exports: dict[int, Export]) -> list[TensorSpec]:
         shards = {rank: export.shards for rank, export in exports.items()}
@@ -216,13 +216,13 @@ class BucketRoute:
     def _fill(self, number: int, deadline: Deadline) -> None:
         self._pullers[number].run()
 
-    def _may_be_beside(self, number: int) -> int:
+    def _most_while_filling(self, number: int) -> int:
         """How many buckets before that one may be on their way while it is filled."""
-        return ARENAS - 1
+        return IN_TURNS - 1
 
     def _arena(self, number: int) -> Any:
         """The bytes in which that bucket begins."""
-        return self._arenas[number % ARENAS].tensor
+        return self._arenas[number % IN_TURNS].tensor
 
     def _send(self, link: EngineLink, number: int, deadline: Deadline) -> Future[int]:
         return self._fanout.submit(self._sender(link, number, deadline))

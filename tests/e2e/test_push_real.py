@@ -51,6 +51,7 @@ def test_a_broadcast_brings_what_is_loaded_from_disk(
             one.train(seed)
             report = one.push_again()
             assert report.route == "nccl" and version_of(url) == str(one.step)
+            assert any("buckets:" in note for note in report.notes), report.notes
             said[seed] = log_probabilities(url, kind.model.vocab_size)
     assert said[BOOT_SEED] == servers.fresh(kind) != said[OTHER_SEED]
 

@@ -52,7 +52,6 @@ def arena() -> Iterator[CudaArena]:
 def filled(arena: CudaArena, seed: int) -> tuple[str, dict[str, int]]:
     """A payload of the arena with new contents, and their sums."""
     (one,) = bucket.plan_buckets(TENSORS, 1 << 30)
-    assert arena.tensor is not None
     views = bucket.views(arena.tensor, one)
     torch.manual_seed(seed)
     for view in views:

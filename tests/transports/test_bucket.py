@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from tests.fakes.payloads import open_payload, unflatten
 from weightsync import envs
+from weightsync.boxes import ALIGNMENT, aligned
 from weightsync.errors import ConfigError
 from weightsync.spec import TensorSpec
 from weightsync.transports import bucket
 from weightsync.transports.bucket import (
-    ALIGNMENT,
     Arena,
     Bucket,
     at_both_ends,
@@ -220,14 +220,12 @@ def test_by_value_carries_the_bucket_only_not_the_whole_arena() -> None:
 
 @given(st.lists(st.integers(1, 5000), max_size=12), st.integers(1, 3000))
 def test_buckets_lie_at_both_ends_of_an_arena_of_two(sizes: list[int], limit: int) -> None:
-    starts, nbytes = at_both_ends([Bucket((), size) for size in sizes], limit)
-    assert nbytes <= max([2 * limit, *sizes]) + 2 * ALIGNMENT
-    assert all(
-        start % ALIGNMENT == 0 and 0 <= start <= nbytes - size for start, size in zip(starts, sizes, strict=True)
-    )
-    for (one, its), (other, theirs) in itertools.pairwise(zip(starts, sizes, strict=True)):
-        beside = one + its <= other or other + theirs <= one
-        assert beside or max(its, theirs) > limit
+    placed, nbytes = at_both_ends([Bucket((), size) for size in sizes], limit)
+    assert nbytes <= max([2 * aligned(limit), *map(aligned, sizes)])
+    assert [b.nbytes for b in placed] == sizes
+    assert all(b.start % ALIGNMENT == 0 and 0 <= b.start <= nbytes - b.nbytes for b in placed)
+    for one, other in itertools.pairwise(placed):
+        assert not one.overlaps(other) or max(one.nbytes, other.nbytes) > limit
 
 
 READER = """

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import rebuild_storage_filename, rebuild_tensor, rebuild_typed_storage
 
+from weightsync.boxes import aligned
 from weightsync.errors import ConfigError
 from weightsync.spec import TensorSpec
 
 LOAD_FORMAT = "flattened_bucket"
-ALIGNMENT = 256
-"""Bytes: where a bucket may begin in an arena."""
+
 
 Share = Callable[[torch.Tensor], tuple[Callable[..., Any], tuple]]
 """Turns a uint8 1-D tensor into the call that rebuilds it in the engine. The engine makes that call once a payload."""
@@ -44,10 +44,15 @@ class Entry(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What one payload carries. ``nbytes`` is the length of its buffer."""
+    """What one payload carries, ``nbytes`` of buffer. ``start``: at which byte of an arena that begins."""
 
     entries: tuple[Entry, ...]
     nbytes: int
+    start: int = 0
+
+    def overlaps(self, other: Bucket) -> bool:
+        """Whether a byte of the arena is in both."""
+        return self.start < other.start + other.nbytes and other.start < self.start + self.nbytes
 
 
 # -------------------------------------------------------------------------------------------------- arithmetic
@@ -88,20 +93,17 @@ def without_gaps(
     return [part for whole in planned for part in _cut_at_gaps(whole)]
 
 
-def at_both_ends(buckets: Sequence[Bucket], limit_bytes: int) -> tuple[list[int], int]:
-    """Where ``buckets`` begin in one arena, in turns at its start and up to its end, and how many bytes that has.
+def at_both_ends(buckets: Sequence[Bucket], limit_bytes: int) -> tuple[list[Bucket], int]:
+    """Place ``buckets`` in one arena, alternately at its start and at its end: they, and the arena's size in bytes.
 
-    Neighbours lie beside each other, so that one is filled while the other is read, unless one is larger than the
-    limit: twice the limit is all that there is, or as much as the largest needs.
+    Two neighbours within the limit never overlap. Beside a larger one they may: the arena has two limits, or the
+    largest bucket if that is more.
     """
-    sizes = [_aligned(b.nbytes) for b in buckets]
+    sizes = [aligned(b.nbytes) for b in buckets]
     both = max((one + other for one, other in itertools.pairwise(sizes)), default=0)
-    nbytes = max([*sizes, min(both, 2 * _aligned(limit_bytes))], default=0)
-    return [nbytes - size if number % 2 else 0 for number, size in enumerate(sizes)], nbytes
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    nbytes = max([*sizes, min(both, 2 * aligned(limit_bytes))])
+    ends = [nbytes - size if number % 2 else 0 for number, size in enumerate(sizes)]
+    return [bucket._replace(start=start) for bucket, start in zip(buckets, ends, strict=True)], nbytes
 
 
 def _cut_at_gaps(bucket: Bucket) -> list[Bucket]:

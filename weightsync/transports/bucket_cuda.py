@@ -42,11 +42,11 @@ class CudaArena:
 
     def __init__(self, nbytes: int, uuid: str) -> None:
         self._memory = cuda_ipc.allocate(max(nbytes, 1), uuid)
-        self.tensor: torch.Tensor | None = self._memory.tensor
+        self.tensor: torch.Tensor = self._memory.tensor
 
     def close(self) -> None:
         """Free the memory. Engines that still map it keep it until they let go. Idempotent."""
-        self.tensor = None
+        self.tensor = torch.empty(0, dtype=torch.uint8)
         self._memory.close()
 
 

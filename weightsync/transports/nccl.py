@@ -54,12 +54,13 @@ from weightsync.views import SourceViews
 
 
 class UnderWay(NamedTuple):
-    """A broadcast that has begun, of bytes ``start`` to ``end`` of its memory."""
+    """A broadcast that has begun, of bytes ``start`` to ``end`` of its memory. ``filled`` waits for these."""
 
     group: Group
     works: list[Any]
     start: int
     end: int
+    filled: Callable[[], object]
 
 
 class Sender:
@@ -73,7 +74,6 @@ class Sender:
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
         self._fillers: list[Puller] = []
-        self._filled: dict[int, Callable[[], float]] = {}
         self._under_way: dict[int, UnderWay] = {}
         self._numbers = itertools.count()
 
@@ -123,6 +123,7 @@ class Sender:
             group, deadline = self._joined(request.group), Deadline(request.timeout_s, "broadcast")
             (memory,) = self._mapped.open([request.segment])
             start, end = request.start, request.start + request.nbytes
+            filled: Callable[[], object] = _nothing
             if request.fills is not None:
                 for one in list(self._under_way.values()):
                     if one.start < end and start < one.end:
@@ -131,45 +132,38 @@ class Sender:
             flat = memory.tensor[start:end]
             parts = [flat[p.start : p.end].view(getattr(torch, p.dtype)) for p in request.parts] or [flat]
             number, works = next(self._numbers), group.start_broadcasts(parts, deadline)
-            self._under_way[number] = UnderWay(group, works, start, end)
-            if request.fills is not None:
-                self._filled[number] = filled
+            self._under_way[number] = UnderWay(group, works, start, end, filled)
             return number
 
     def filled(self, request: Finish) -> None:
         """Done when what a broadcast had to fill is filled."""
-        self._filled[request.number]()
+        self._under_way[request.number].filled()
 
     def finish(self, request: Finish) -> None:
         """Done when every member has it, or has it in its buffers."""
         with self._on_device():
-            self._filled.pop(request.number, None)
             one = self._under_way[request.number]
             one.group.finish(one.works, Deadline(request.timeout_s, "broadcast"), doing="broadcast")
-            del self._under_way[request.number]
+            del self._under_way[request.number]  # not before: another thread may begin with what is to follow it
 
     def prepare(self, request: Fill) -> None:
         """Map the trainer's memory and the arena, and make ready what fills it; unmap all else."""
         with self._on_device():
-            own = [request.arena] if request.arena is not None else []
-            arena = next(iter(self._mapped.open(own)), None)
+            (arena,) = self._mapped.open([request.arena])
             memories = {rank: self._mapped.open(segments) for rank, segments in request.segments.items()}
             sources = SourceViews(memories, request.shards)
 
             def pair(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
                 dtype = request.shards[copy.rank][copy.source.storage].dtype
-                assert arena is not None, "nothing to fill"
                 return _target(arena.tensor, copy, dtype), sources(copy)
 
-            self._filled = {}
             self._fillers = [transports.make_puller([pair(copy) for copy in copies]) for copies in request.buckets]
-            self._mapped.close_all_but([*own, *(s for segments in request.segments.values() for s in segments)])
+            self._mapped.close_all_but([request.arena, *(s for own in request.segments.values() for s in own)])
 
     def unmap(self) -> None:
         """Map nothing any more."""
         with self._on_device():
             self._outgoing, self._incoming, self._fillers = [], [], []
-            self._filled = {}
             self._mapped.close_all_but([])
 
     def load(self, request: Load) -> None:
@@ -206,6 +200,10 @@ class Sender:
 
     def _on_device(self) -> contextlib.AbstractContextManager:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+
+def _nothing() -> None:
+    pass
 
 
 def outgoing(request: Load, view: Callable[[Copy], torch.Tensor], device: torch.device) -> list[Outgoing]:

@@ -33,14 +33,14 @@ class Join(Struct):
 
 
 class Fill(Struct):
-    """How a sender fills the arena that it broadcasts from, if any: a list of copies a bucket.
+    """How a sender fills the arena that it broadcasts from: a list of copies a bucket.
 
     The target of a copy is a view of the arena, in elements of the dtype of its shard.
     """
 
     segments: dict[int, list[Segment]]
     shards: dict[int, list[Shard]]
-    arena: Segment | None
+    arena: Segment
     buckets: list[list[Copy]]
 
 
