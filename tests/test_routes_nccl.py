@@ -20,7 +20,7 @@ from tests.fakes.engine import DISTRIBUTED, UPDATE, FakeEngine
 from tests.fakes.model import FakeModel
 from tests.senders import children, stock, worlds
 from tests.test_session import Concatenating, World, assert_serves, engine, served
-from weightsync import groups_broadcast, nodes, routes_broadcast, routes_nccl
+from weightsync import groups_broadcast, groups_stock, nodes, routes_broadcast, routes_nccl
 from weightsync.boxes import aligned
 from weightsync.deadline import Deadline
 from weightsync.engines.lane import Lane
@@ -57,9 +57,7 @@ def test_stock_engines_of_different_tp_get_the_same_buckets(world, version):
             assert_serves(fake, one.tensors, step)
     assert [fake.paths().count(INIT) for fake in one.engines] == [2, 2], "the groups are made once"
     buckets = [
-        c.body
-        for c in one.engines[0].calls
-        if c.path == DISTRIBUTED and c.body["names"] != groups_broadcast.PROBE.names
+        c.body for c in one.engines[0].calls if c.path == DISTRIBUTED and c.body["names"] != groups_stock.PROBE.names
     ]
     assert len(buckets) >= 6 and all(b["flush_cache"] is False and "weight_version" not in b for b in buckets)
 
@@ -176,7 +174,7 @@ def test_large_tensors_are_broadcast_each_by_itself(world, monkeypatch, engines)
     groups = one.session._groundwork.routes["nccl"]._whole._groups.values()
     assert [group.fills for group in groups] == [engines == 1] * engines
     sent = [c.body for c in one.engines[0].calls if c.path == DISTRIBUTED]
-    assert {body["load_format"] for body in sent if body["names"] != groups_broadcast.PROBE.names} == {None}
+    assert {body["load_format"] for body in sent if body["names"] != groups_stock.PROBE.names} == {None}
 
 
 @pytest.mark.parametrize("engines", [1, 2], ids=["filled by the sender", "filled by the actor"])

@@ -1,4 +1,4 @@
-"""The process groups of a stock engine: one sender, which broadcasts whole buckets. Runs in the actor.
+"""Whole buckets by the process groups of a stock engine: its sender broadcasts them in turns. Runs in the actor.
 
 The engine answers when it takes part in a broadcast, which may be long before that is over, and an answer and the next
 request take their time. So that request waits in its server already, and several broadcasts are under way: an engine's
@@ -17,27 +17,22 @@ from functools import partial
 import msgspec
 
 from weightsync.deadline import Deadline
-from weightsync.engines import Call, Tensors
-from weightsync.errors import EngineLost, EngineRejected, TransferError, TransferTimeout, WeightSyncError
+from weightsync.engines import Call
+from weightsync.errors import EngineLost, TransferError, TransferTimeout, WeightSyncError
 from weightsync.fanout import Fanout
 from weightsync.fleet import EngineLink
-from weightsync.groups import CLOSE_S, NAME, EngineGroup, quietly, together
-from weightsync.nodes import Nodes, Place
+from weightsync.groups import CLOSE_S, quietly
+from weightsync.groups_stock import StockGroup
+from weightsync.nodes import Nodes
 from weightsync.receivers import PING_S
 from weightsync.spec import Segment
-from weightsync.transports.nccl_wire import PROBE_BYTES, Broadcast, Fill, Finish
-from weightsync.transports.node import SenderLike
+from weightsync.transports.nccl_wire import Broadcast, Finish
 from weightsync.turns import Turn, Turns, nobody
 
-WIRES = 2
-"""Groups of one engine."""
-
-PROBE = Tensors(names=["weightsync.probe"], dtypes=["uint8"], shapes=[(1,)])
 MIN_STALL_S = 5.0
 STALL_SHARE = 0.25
 """Of the push's time: what one bucket may take before its engine counts as stalled, so that the others still finish."""
 
-_NAMES_TRIED = 8
 _GRACE_S, _SLOW_BYTES_S = 2.0, 256 << 20
 """What an engine that failed a bucket may be in the middle of is let finish: a sender killed meanwhile would leave it
 there for ever. It takes no longer than two buckets take at that many bytes a second, or it has not begun.
@@ -61,67 +56,24 @@ class Sending:
     filled: Callable[[], None] | None = None
 
 
-class BroadcastGroup(EngineGroup):
-    """A stock engine's groups: one sender, which broadcasts. ``device``: the GPU of the arena ("": host memory)."""
+class BroadcastGroup(StockGroup):
+    """A stock engine's groups, by which its sender broadcasts."""
 
     def __init__(self, link: EngineLink, fanout: Fanout, nodes: Nodes, device: str) -> None:
-        super().__init__(link, fanout, nodes, [Place("", device)])
-        self._names: list[str] = []
-        self._num_wires = 1
+        super().__init__(link, fanout, nodes, device)
         self._turns = Turns()
-        self._fill: Fill | None = None
-        self._prepared: SenderLike | None = None
-
-    @property
-    def fills(self) -> bool:
-        """Whether its sender fills the arena too."""
-        return self._fill is not None and bool(self._fill.buckets)
-
-    def prepare(self, fill: Fill, num_buckets: int, deadline: Deadline) -> None:
-        """Have the sender map the arena, and nothing else but what it fills it from, if it does."""
-        self._fill, self._prepared = fill, None
-        self._num_wires = min(WIRES, max(num_buckets, 1))
-        self.started(deadline)
-        self._prepare(deadline)
 
     def ready(self, probe: Segment, deadline: Deadline) -> None:
-        """Make the groups that are missing, and send the first byte of ``probe`` through each."""
+        """As of all; anew after a failure."""
         if self._turns.failure is not None:
             self.give_up()
             self._turns.reset()
-        taken: list[str] = []  # by dead runs' groups that the engine could not take down
-        while True:
-            self.started(deadline)
-            self._prepare(deadline)
-            if self._joined and len(self._names) >= self._num_wires:
-                return
-            names = [NAME.format(number) for number in range(_NAMES_TRIED)]
-            name = next((name for name in names if name not in self._names + taken), "")
-            if not name:
-                raise TransferError(
-                    f"{self.link.url} still has groups of runs that are gone, and keeps them: restart it"
-                )
-            try:
-                self._make(name, deadline)
-            except EngineRejected as e:
-                if "already been created" not in e.message:
-                    raise
-                taken.append(name)
-                continue
-            self._send_probe(name, probe, deadline)
-            self._names.append(name)
-            self._joined = True
-
-    def give_up(self) -> None:
-        """As of all groups."""
-        super().give_up()
-        self._names = []
+        super().ready(probe, deadline)
 
     @property
     def works(self) -> bool:
         """Whether it is made and nothing has failed since."""
-        there = self._joined and len(self._names) >= self._num_wires and all(sender.alive for sender in self._senders)
-        return there and self._turns.failure is None
+        return super().works and self._turns.failure is None
 
     def turn(self, what: str) -> Turn:
         """The next place in the order; whoever takes one must ``send``. Updates are made in the same order."""
@@ -241,57 +193,6 @@ class BroadcastGroup(EngineGroup):
         except WeightSyncError as e:
             return None if self._senders[0].alive else e
         return None
-
-    def unmap(self, deadline: Deadline) -> None:
-        """As of all groups; what to map is told anew."""
-        self._fill = self._prepared = None
-        super().unmap(deadline)
-
-    def _send_probe(self, name: str, probe: Segment, deadline: Deadline) -> None:
-        """Ask and begin at once: with the first message NCCL connects, so each side waits for the other."""
-        what, sender, begun = "the first message of the group", self._senders[0], list[int]()
-        request = Broadcast(name, probe, PROBE_BYTES, deadline.remaining_s())
-        update = self.link.client.update_from_distributed(PROBE, name, deadline, what=what)
-
-        def ask() -> None:
-            try:
-                update.make(deadline)
-            except EngineRejected as e:
-                if PROBE.names[0] not in e.message:  # a loader that takes no unknown names has received it all the same
-                    raise
-
-        try:
-            together(
-                ask,
-                lambda: begun.append(sender.call("begin", request, deadline=deadline, returns=int)),
-                self.give_up,
-            )
-            sender.call("finish", Finish(begun[0], deadline.remaining_s()), deadline=deadline)
-        except WeightSyncError:
-            self.give_up()
-            raise
-        finally:
-            update.drop()
-
-    def _prepare(self, deadline: Deadline) -> None:
-        if self._fill is not None and self._prepared is not self._senders[0]:
-            self._senders[0].call("prepare", self._fill, deadline=deadline)
-            self._prepared = self._senders[0]
-
-    def _make(self, name: str, deadline: Deadline) -> None:
-        client = self.link.client
-        quietly(lambda: client.destroy_weights_update_group(name, deadline), EngineRejected)  # of a run that is gone
-        port = self._listen(deadline)
-        spec = self._spec(name, port)
-        try:
-            together(
-                lambda: client.init_weights_update_group(spec, deadline),
-                lambda: self._join_senders(spec, deadline),
-                self.give_up,
-            )
-        except WeightSyncError as e:
-            e.message = f"joining group {name} at {self._host}:{port}: {e.message}"
-            raise
 
 
 def step_of(deadline: Deadline, count: int = 1) -> Deadline:

@@ -22,7 +22,7 @@ from benchmarks.gpu_engine import GpuEngine
 from tests import senders
 from tests.gpu import real
 from tests.gpu.world import fuller_by, used_bytes
-from weightsync import devices, groups_broadcast, routes_broadcast
+from weightsync import devices, groups_stock, routes_broadcast
 from weightsync.config import load_config
 from weightsync.deadline import Deadline
 from weightsync.demo_model import shapes
@@ -124,7 +124,7 @@ def test_what_groups_with_a_stock_engine_take_of_both_gpus(engine, trainer, reco
     cases = [(1, small), (1, small), (2, small), (2, large)]
     taken: dict[tuple[int, int], dict[str, int]] = {}
     for number, (wires, bucket_bytes) in enumerate(cases):
-        monkeypatch.setattr(groups_broadcast, "WIRES", wires)
+        monkeypatch.setattr(groups_stock, "WIRES", wires)
         before = used_bytes()
         sync = session(trainer, engine.url, verify="none", bucket_bytes=bucket_bytes)
         try:

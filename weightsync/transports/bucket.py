@@ -27,7 +27,6 @@ from weightsync.spec import TensorSpec
 
 LOAD_FORMAT = "flattened_bucket"
 
-
 Share = Callable[[torch.Tensor], tuple[Callable[..., Any], tuple]]
 """Turns a uint8 1-D tensor into the call that rebuilds it in the engine. The engine makes that call once a payload."""
 

@@ -32,7 +32,7 @@ from weightsync import transports
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferError
 from weightsync.pulling import MappedSegments
-from weightsync.spec import Copy
+from weightsync.spec import Copy, Shard
 from weightsync.transports import Memory, Puller
 from weightsync.transports.exchange import Buffers, Chunk, Incoming, Outgoing, chunked
 from weightsync.transports.nccl_versions import group_version, nccl_version, settings
@@ -154,8 +154,7 @@ class Sender:
             sources = SourceViews(memories, request.shards)
 
             def pair(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
-                dtype = request.shards[copy.rank][copy.source.storage].dtype
-                return _target(arena.tensor, copy, dtype), sources(copy)
+                return _target(arena.tensor, copy, request.shards), sources(copy)
 
             self._fillers = [transports.make_puller([pair(copy) for copy in copies]) for copies in request.buckets]
             self._mapped.close_all_but([request.arena, *(s for own in request.segments.values() for s in own)])
@@ -221,7 +220,7 @@ def incoming(request: Expect, memory: Memory, device: torch.device) -> list[Inco
     buffers.reserve(parts)
 
     def into(copy: Copy) -> torch.Tensor:
-        return _target(memory.tensor, copy, request.shards[copy.rank][copy.source.storage].dtype)
+        return _target(memory.tensor, copy, request.shards)
 
     return [Incoming(part, request.shards, into, buffers) for part in parts]
 
@@ -230,8 +229,8 @@ def _chunks(copies: dict[int, list[Copy]], request: Load | Expect) -> dict[int, 
     return {peer: chunked(wanted, request.shards, request.chunk_bytes) for peer, wanted in copies.items() if wanted}
 
 
-def _target(memory: torch.Tensor, copy: Copy, dtype_name: str) -> torch.Tensor:
-    dtype = getattr(torch, dtype_name)
+def _target(memory: torch.Tensor, copy: Copy, shards: dict[int, list[Shard]]) -> torch.Tensor:
+    dtype = getattr(torch, shards[copy.rank][copy.source.storage].dtype)
     start = memory.storage_offset() // dtype.itemsize + copy.target.offset
     view = torch.empty(0, dtype=dtype, device=memory.device)
     return view.set_(memory.untyped_storage(), start, copy.box.size, copy.target.strides)
